@@ -53,8 +53,8 @@ def trainable_model(config: TrainConfig, train: PreferenceDataset) -> BradleyTer
     model = build_model(config.model, train, config.seed, quantize=config.adapter.kind == AdapterKind.qlora)
     model.renderer.store_rules(config.data.thinking, config.data.special_tokens, is_new=model.has_new_head)
     model.beta = config.loss.beta
-    if count := add_adapter(model.model, config.adapter, seed=config.seed):
-        log.info("%s: %s", config.adapter.kind.value, count)
+    if counts := add_adapter(model.model, config.adapter, seed=config.seed):
+        log.info("%s: %s", config.adapter.kind.value, counts)
     if config.model.freeze is not None:
         freeze(model, config.model.freeze)
     if config.model.router_aux_loss_coef is not None:

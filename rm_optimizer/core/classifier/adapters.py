@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -47,40 +47,9 @@ _EXACT = (
 """Settings of peft (read in 0.21) with which the adapted matrix stays the frozen one and a product, summed."""
 
 
-@dataclass(frozen=True)
-class TrainableCount:
-    """Numbers of a model's parameters, trainable and in total.
-
-    Args:
-        adapter: parameters of the LoRA factors.
-        head_side: parameters of the reward head and of the other modules trained in full.
-        trainable: all parameters that train.
-        total: all parameters, the factors included; a weight in four bits counts once.
-    """
-
-    adapter: int
-    head_side: int
-    trainable: int
-    total: int
-
-    def __str__(self) -> str:
-        """One line to print.
-
-        Example:
-            >>> str(TrainableCount(adapter=900, head_side=100, trainable=1000, total=40_000))
-            'trains 1,000 of 40,000 parameters (2.50 %): 900 in LoRA factors, 100 in the reward head and beside it'
-        """
-        share = 100 * self.trainable / self.total
-        parts = f"{self.adapter:,} in LoRA factors, {self.head_side:,} in the reward head and beside it"
-        return f"trains {self.trainable:,} of {self.total:,} parameters ({share:.2f} %): {parts}"
-
-
 def import_peft() -> ModuleType:
     """The peft library, imported only for models with an adapter, since the import is slow."""
-    import peft
-
-    module: ModuleType = peft
-    return module
+    return import_module("peft")
 
 
 def has_adapter(model: PreTrainedModel) -> bool:
@@ -99,7 +68,7 @@ def lora_config(model: PreTrainedModel) -> LoraConfig:
     return model.peft_config[ADAPTER_NAME]
 
 
-def add_adapter(model: PreTrainedModel, config: AdapterConfig | LoraConfig, *, seed: int) -> TrainableCount | None:
+def add_adapter(model: PreTrainedModel, config: AdapterConfig | LoraConfig, *, seed: int) -> str | None:
     """Freeze the backbone and add trainable low-rank factors to its matrices (Hu et al., 2021).
 
     The reward head and every other module between backbone and reward (pooler, dense, norm), which a base checkpoint
@@ -113,7 +82,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig | LoraConfig, *, s
         seed: seed of the factors.
 
     Returns:
-        Counts of trainable parameters; None with `kind=none`, which changes nothing.
+        Sentence on the trainable parameters; None with `kind=none`, which changes nothing.
 
     Raises:
         ConfigError: if the model has an adapter already, a target names no layer, or the configuration asks for what
@@ -126,7 +95,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig | LoraConfig, *, s
             "adapter=qlora needs a base with weights to store in four bits; set model.path=MODEL, or take adapter=lora"
         )
     attach(model, prepared_config(model, config), seed=seed)
-    return trainable_count(model)
+    return trainable_parameters(model)
 
 
 def prepared_config(model: PreTrainedModel, config: AdapterConfig | LoraConfig) -> LoraConfig:
@@ -233,13 +202,13 @@ def modules_named(model: PreTrainedModel, wanted: Collection[str]) -> tuple[str,
     return tuple(name for name in names if not any(name.startswith(f"{other}.") for other in names))
 
 
-def trainable_count(model: PreTrainedModel) -> TrainableCount:
-    """Count what trains in a classifier, adapted or not."""
+def trainable_parameters(model: PreTrainedModel) -> str:
+    """Numbers of the parameters that train in a classifier with an adapter, and of all, a weight in four bits once."""
     sizes = {name: (parameter_size(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()}
     adapter = sum(size for name, (size, trains) in sizes.items() if trains and ADAPTER_NAME in name.split("."))
-    trainable = sum(size for size, trains in sizes.values() if trains)
-    total = sum(size for size, _ in sizes.values())
-    return TrainableCount(adapter=adapter, head_side=trainable - adapter, trainable=trainable, total=total)
+    trainable, total = sum(size for size, trains in sizes.values() if trains), sum(size for size, _ in sizes.values())
+    parts = f"{adapter:,} in LoRA factors, {trainable - adapter:,} in the reward head and beside it"
+    return f"trains {trainable:,} of {total:,} parameters ({100 * trainable / total:.2f} %): {parts}"
 
 
 def _ends(name: str, keys: Collection[str]) -> bool:

@@ -85,8 +85,6 @@ class ClassifierRewardModel(BaseRewardModel):
     computes in float32 outside autocast.
 
     Args:
-        model_name: name of the model, for the reader.
-        device: device that was asked for.
         model: classifier, whose final layer becomes a `RewardHead` and whose configuration is set to one raw reward.
         tokenizer: its tokenizer, which gets a pad token that never ends a sequence, and right padding.
         max_length: most tokens of a sequence; None is at most 1024 that fit the model.
@@ -100,16 +98,13 @@ class ClassifierRewardModel(BaseRewardModel):
 
     def __init__(
         self,
-        model_name: str,
-        device: str | torch.device | None,
-        *,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         max_length: int | None,
         render_fn: RenderFn | None,
         fresh_head_seed: int | None,
     ) -> None:
-        super().__init__(model_name, device)
+        super().__init__()
         max_length = default_max_length(model.config, tokenizer) if max_length is None else max_length
         check_window(model.config, max_length)
         self.model = model

@@ -403,13 +403,10 @@ def _require_read_end(record: ImportedModel, model: BradleyTerryRM, pad_id: int 
         ConfigError: if they do.
     """
     (encoding,) = model.encode(["a"], ["b"])
-    if _reads_before_pad(record) and encoding.ids[-1] == pad_id:
+    # DeepSpeed-Chat's and Starling's `v_head` next to `rwtransformer` or `transformer`.
+    reads_before_pad = record.head == ("v_head.weight",) and record.prefix.endswith("transformer.")
+    if reads_before_pad and encoding.ids[-1] == pad_id:
         raise ConfigError(
             f"this form reads the token before the first pad, and its conversations end with the pad token "
             f"{model.tokenizer.convert_ids_to_tokens(pad_id)}; give --template without it"
         )
-
-
-def _reads_before_pad(record: ImportedModel) -> bool:
-    """True for DeepSpeed-Chat's and Starling's `v_head` next to `rwtransformer` or `transformer`."""
-    return record.head == ("v_head.weight",) and record.prefix.endswith("transformer.")

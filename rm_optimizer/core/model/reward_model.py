@@ -10,6 +10,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rm_optimizer.core.classifier.attention import drop_padding
@@ -25,7 +26,7 @@ from rm_optimizer.core.storage.certificate import ParityCertificate, require_par
 from rm_optimizer.core.storage.export import save_export
 from rm_optimizer.core.storage.loading import LoadedModel, load_model, parse_dtype, settle_input
 from rm_optimizer.core.tokens.chat import RenderFn
-from rm_optimizer.core.tokens.padding import PadChoice, pad_sequences, stacked
+from rm_optimizer.core.tokens.padding import PadChoice, pad_sequences
 from rm_optimizer.core.tokens.written_template import TemplateWriter
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.records.codec import from_values
@@ -145,15 +146,9 @@ class BradleyTerryRM(ClassifierRewardModel):
                 f"got {type(model_name).__name__}"
             )
         recorded = loaded.identity.get("template", {}).get("max_length")
-        super().__init__(
-            name,
-            device,
-            model=loaded.model,
-            tokenizer=loaded.tokenizer,
-            max_length=recorded if max_length is None else max_length,
-            render_fn=render_fn,
-            fresh_head_seed=fresh_head_seed,
-        )
+        length = recorded if max_length is None else max_length
+        super().__init__(loaded.model, loaded.tokenizer, length, render_fn, fresh_head_seed)
+        self.model_name = name
         self.has_default_length = max_length is None and recorded is None
         self.has_new_head = loaded.is_head_fresh
         if (stored := loaded.identity.get("pooling_head", pooling_head_of(self.model))) is not None:
@@ -271,9 +266,9 @@ class BradleyTerryRM(ClassifierRewardModel):
             rejected_mask: their attention mask.
             loss_options: keywords of `losses.bradley_terry_loss`: beta, label_smoothing, margin, label, weight, ….
         """
-        tokens = max(chosen_ids.shape[1], rejected_ids.shape[1])
-        input_ids = stacked(chosen_ids, rejected_ids, tokens, self.pad_choice.token_id)
-        attention_mask = stacked(chosen_mask, rejected_mask, tokens, 0)
+        rows, pad = [*chosen_ids, *rejected_ids], self.pad_choice.token_id
+        input_ids = pad_sequence(rows, batch_first=True, padding_value=pad)
+        attention_mask = pad_sequence([*chosen_mask, *rejected_mask], batch_first=True)
         rewards = self(input_ids, attention_mask)
         return bradley_terry_loss(rewards[: len(chosen_ids)], rewards[len(chosen_ids) :], **loss_options)
 

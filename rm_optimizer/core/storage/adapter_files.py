@@ -29,7 +29,6 @@ from rm_optimizer.core.classifier.adapters import (
 )
 from rm_optimizer.core.classifier.head import head_name
 from rm_optimizer.core.classifier.quantization import is_packed, is_quantized, unpacked
-from rm_optimizer.core.storage.model_files import read_record
 from rm_optimizer.errors import CheckpointError, needs_import
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.locations import ADAPTER_FILE
@@ -170,73 +169,60 @@ def write_adapter(model: PreTrainedModel, folder: Path) -> None:
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
-@dataclass(frozen=True)
-class StoredAdapter:
-    """An adapter in a folder, without its tensors.
+def read_adapter_config(folder: Path) -> LoraConfig:
+    """Read peft's configuration of the adapter in a folder, which names its base.
+
+    Raises:
+        CheckpointError: if it is not LoRA's, or names no base.
+        ConfigError: if it has a setting with which it could not be merged exactly.
+    """
+    config = import_peft().PeftConfig.from_pretrained(str(folder))
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind != "LORA":
+        raise CheckpointError(
+            f"{folder} holds a PEFT adapter alone, of type {kind} where LORA was expected; "
+            "merge it into its base model and give that folder"
+        )
+    if not config.base_model_name_or_path:
+        raise CheckpointError(f"the adapter in {folder} does not name its base model in {ADAPTER_FILE}")
+    require_exact(config, folder / ADAPTER_FILE)
+    if others := sorted(file.parent.name for file in folder.glob(f"*/{ADAPTER_FILE}")):
+        _log.warning("%s also holds the adapters %s, which are not read", folder, ", ".join(others))
+    return config
+
+
+def load_adapter(
+    model: PreTrainedModel, folder: Path, config: LoraConfig, recorded: Mapping[str, Any]
+) -> frozenset[str]:
+    """Put the adapter of a folder and its head into a base classifier, changed in place.
 
     Args:
-        folder: the folder of peft's two files.
-        config: peft's configuration, which names the base.
-        record: its `export.json`; empty for adapters that others made.
+        model: the base.
+        folder: folder of peft's two files.
+        config: peft's configuration.
+        recorded: base model by the adapter's `export.json`; empty for adapters that others made.
+
+    Returns:
+        Names of the adapter's tensors.
+
+    Raises:
+        CheckpointError: if the reward head was not saved, a tensor is missing or unknown, or the base is another one.
     """
-
-    folder: Path
-    config: LoraConfig
-    record: Mapping[str, Any]
-
-    @classmethod
-    def read(cls, folder: Path) -> StoredAdapter:
-        """Read the adapter of a folder.
-
-        Raises:
-            CheckpointError: if it is not LoRA's, names no base, or its `export.json` is truncated.
-            ConfigError: if it has a setting with which it could not be merged exactly.
-        """
-        config = import_peft().PeftConfig.from_pretrained(str(folder))
-        kind = str(getattr(config.peft_type, "value", config.peft_type))
-        if kind != "LORA":
-            raise CheckpointError(
-                f"{folder} holds a PEFT adapter alone, of type {kind} where LORA was expected; "
-                "merge it into its base model and give that folder"
-            )
-        if not config.base_model_name_or_path:
-            raise CheckpointError(f"the adapter in {folder} does not name its base model in {ADAPTER_FILE}")
-        require_exact(config, folder / ADAPTER_FILE)
-        if others := sorted(file.parent.name for file in folder.glob(f"*/{ADAPTER_FILE}")):
-            _log.warning("%s also holds the adapters %s, which are not read", folder, ", ".join(others))
-        return cls(folder, config, read_record(folder))
-
-    @property
-    def base(self) -> Mapping[str, Any]:
-        """The recorded base model; empty for adapters that others made."""
-        recorded: Mapping[str, Any] = self.record.get("base", {})
-        return recorded
-
-    def load_into(self, model: PreTrainedModel) -> frozenset[str]:
-        """Put the adapter and its head into a base classifier, changed in place; return the names of its tensors.
-
-        Raises:
-            CheckpointError: if the reward head was not saved, a tensor is missing or unknown, or the base is another
-                one.
-        """
-        head, folder = head_name(model), self.folder
-        if not is_under(head, modules_named(model, self.config.modules_to_save or ())):
-            if [*folder.glob("value_head.*")]:
-                raise needs_import(folder, "it is an adapter with a value head in a file of its own")
-            raise CheckpointError(
-                f"the adapter in {folder} was saved without its reward head, which cannot be restored"
-            )
-        start = _embeddings_name(model)
-        for key, rows in _tensors(folder).items():
-            if key.startswith(start) and key.endswith("weight"):
-                model.resize_token_embeddings(len(rows), mean_resizing=False).weight.data.copy_(rows)
-                setattr(model, _BRINGS_EMBEDDINGS, True)
-        attach(model, self.config, seed=0)
-        tensors = adapter_tensors(model, folder)
-        model.load_state_dict(tensors, strict=False)
-        if self.base:
-            require_base(model, tensors, self.base, folder)
-        return frozenset(tensors)
+    if not is_under(head_name(model), modules_named(model, config.modules_to_save or ())):
+        if [*folder.glob("value_head.*")]:
+            raise needs_import(folder, "it is an adapter with a value head in a file of its own")
+        raise CheckpointError(f"the adapter in {folder} was saved without its reward head, which cannot be restored")
+    start = _embeddings_name(model)
+    for key, rows in _tensors(folder).items():
+        if key.startswith(start) and key.endswith("weight"):
+            model.resize_token_embeddings(len(rows), mean_resizing=False).weight.data.copy_(rows)
+            setattr(model, _BRINGS_EMBEDDINGS, True)
+    attach(model, config, seed=0)
+    tensors = adapter_tensors(model, folder)
+    model.load_state_dict(tensors, strict=False)
+    if recorded:
+        require_base(model, tensors, recorded, folder)
+    return frozenset(tensors)
 
 
 def adapter_tensors(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:

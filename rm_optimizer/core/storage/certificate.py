@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -137,42 +136,19 @@ def require_parity(
         )
 
 
-def certify(
-    probe: Sequence[tuple[Prompt, str]],
-    input_ids: Sequence[Sequence[int]],
-    rewards: Float[np.ndarray, " sequences"],
-    reloaded: Float[np.ndarray, " sequences"],
-    *,
-    tolerance: float,
-    dtype: str,
-    device: str,
-) -> ParityCertificate:
+def certify(scores: tuple[ProbeScore, ...], *, tolerance: float, dtype: str, device: str) -> ParityCertificate:
     """Compare two scorings of the probe.
 
     Args:
-        probe: prompts and responses.
-        input_ids: their token ids.
-        rewards: rewards by the model in memory.
-        reloaded: rewards by the exported files.
+        scores: the probe conversations and their rewards.
         tolerance: largest difference allowed, in units of max(1, |reward|).
         dtype: type of the exported backbone, such as `bfloat16`.
         device: kind of device of both computations.
     """
+    rewards, reloaded = np.array([(score.reward, score.reloaded) for score in scores]).T
     difference = np.abs(rewards - reloaded)
-    scores = tuple(
-        ProbeScore(prompt, response, tuple(ids), memory, loaded)
-        for (prompt, response), ids, memory, loaded in zip(
-            probe, input_ids, rewards.tolist(), reloaded.tolist(), strict=True
-        )
-    )
-    return ParityCertificate(
-        max_difference=float(difference.max()),
-        relative_difference=float((difference / np.maximum(np.abs(rewards), 1.0)).max()),
-        tolerance=tolerance,
-        dtype=dtype,
-        device=device,
-        scores=scores,
-    )
+    relative = difference / np.maximum(np.abs(rewards), 1.0)
+    return ParityCertificate(float(difference.max()), float(relative.max()), tolerance, dtype, device, scores)
 
 
 @dataclass(frozen=True)

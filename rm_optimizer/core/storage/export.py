@@ -30,7 +30,7 @@ from rm_optimizer.core.classifier.quantization import computing_dtype, dtype_nam
 from rm_optimizer.core.classifier.scoring import ClassifierRewardModel
 from rm_optimizer.core.pairs.pair import Message, Prompt, as_messages
 from rm_optimizer.core.storage.adapter_files import BaseModel, base_of, merged_model, write_adapter
-from rm_optimizer.core.storage.certificate import DEFAULT_PROBE, TOLERANCE, ParityCertificate, certify
+from rm_optimizer.core.storage.certificate import DEFAULT_PROBE, TOLERANCE, ParityCertificate, ProbeScore, certify
 from rm_optimizer.core.storage.loading import quiet_transformers
 from rm_optimizer.core.storage.model_files import DIGESTS, weight_digests
 from rm_optimizer.core.tokens.chat import ConversationRenderer
@@ -239,18 +239,12 @@ def certified(
         )
     device = reward_model.device
     with torch.autocast(device.type, enabled=False):
-        rewards = reward_model.score(prompts, responses, token_budget=_PROBE_TOKEN_BUDGET)
-        plain = _plain_rewards(reloaded, ids, device)
+        rewards = reward_model.score(prompts, responses, token_budget=_PROBE_TOKEN_BUDGET).tolist()
+        plain = _plain_rewards(reloaded, ids, device).tolist()
     dtype = dtype_name(computing_dtype(model))
-    certificate = certify(
-        probe,
-        ids,
-        rewards.double().cpu().numpy(),
-        plain.double().cpu().numpy(),
-        tolerance=(MERGED_TOLERANCE if is_merged and has_adapter(model) else TOLERANCE)[dtype],
-        dtype=dtype,
-        device=device.type,
-    )
+    tolerance = (MERGED_TOLERANCE if is_merged and has_adapter(model) else TOLERANCE)[dtype]
+    scores = tuple(map(ProbeScore, prompts, responses, ids, rewards, plain))
+    certificate = certify(scores, tolerance=tolerance, dtype=dtype, device=device.type)
     if not certificate.is_passed:
         is_half = dtype in ("float16", "bfloat16")
         raise CheckpointError(

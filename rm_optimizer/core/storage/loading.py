@@ -45,9 +45,10 @@ from rm_optimizer.core.classifier.quantization import dtype_name, is_quantized, 
 from rm_optimizer.core.classifier.scoring import ClassifierRewardModel
 from rm_optimizer.core.storage.adapter_files import (
     BaseModel,
-    StoredAdapter,
     adapter_tensor_names,
     describe_adapter,
+    load_adapter,
+    read_adapter_config,
     require_base,
 )
 from rm_optimizer.core.storage.certificate import ParityCertificate
@@ -241,17 +242,18 @@ def load_model(source: str | Path, options: LoadOptions) -> LoadedModel:
 
 def _from_adapter(folder: Path, options: LoadOptions) -> LoadedModel:
     """A base and the adapter trained with it, which stays an adapter and trainable."""
-    adapter = StoredAdapter.read(folder)
-    base = _base_of(adapter.config, adapter.base, options)
+    config, record = read_adapter_config(folder), read_record(folder)
+    recorded = record.get("base", {})
+    base = _base_of(config, recorded, options)
     try:
-        has_tokenizer = (adapter.folder / "tokenizer_config.json").is_file()  # plain peft saves none
-        tokenizer = AutoTokenizer.from_pretrained(adapter.folder) if has_tokenizer else base.tokenizer
-        drawn = base.drawn - adapter.load_into(base.model)
+        has_tokenizer = (folder / "tokenizer_config.json").is_file()  # plain peft saves none
+        tokenizer = AutoTokenizer.from_pretrained(folder) if has_tokenizer else base.tokenizer
+        drawn = base.drawn - load_adapter(base.model, folder, config, recorded)
     except _LOAD_ERRORS as error:
-        reason = damage(adapter.folder) or reason_of(error)
-        raise CheckpointError(f"{adapter.folder} cannot be loaded as a LoRA adapter: {reason}") from error
-    require_exported_weights(adapter.folder, adapter.record)
-    return LoadedModel(base.model, tokenizer, False, adapter.record, drawn)
+        reason = damage(folder) or reason_of(error)
+        raise CheckpointError(f"{folder} cannot be loaded as a LoRA adapter: {reason}") from error
+    require_exported_weights(folder, record)
+    return LoadedModel(base.model, tokenizer, False, record, drawn)
 
 
 def _load(source: str | Path, options: LoadOptions) -> LoadedModel:

@@ -198,6 +198,7 @@ def _line_parts(path: Path, block_bytes: int) -> Iterator[Part]:
         yield Lines(start, position, first, lines + (not ends_whole))  # a last line without an end counts
 
 
+@dataclass(eq=False)
 class PairArrays(PairTokens):
     """Token ids and numbers of pairs.
 
@@ -206,15 +207,7 @@ class PairArrays(PairTokens):
         values: margins, labels and weights.
     """
 
-    def __init__(
-        self,
-        tokens: NDArray[np.int32],
-        lengths: NDArray[np.int64],
-        pair_index: NDArray[np.int64],
-        values: PairValues,
-    ) -> None:
-        super().__init__(tokens, lengths, pair_index)
-        self.values = values
+    values: PairValues
 
     def take(self, positions: NDArray[np.int64]) -> PairArrays:
         """The pairs at these positions, copied."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -162,6 +162,7 @@ class StreamOrder:
         return epoch_order(size, self.seed, *key) if self.shuffle else np.arange(size)
 
 
+@dataclass(eq=False)
 class MacroBatchStream:
     """Macro-batches of a stream, one an optimizer step, without end; the last of an epoch may be short.
 
@@ -179,22 +180,15 @@ class MacroBatchStream:
         tally: counts of the stream so far.
     """
 
-    def __init__(
-        self,
-        pool: TokenizerPool,
-        order: StreamOrder,
-        shape: BatchShape,
-        *,
-        pad_token_id: int,
-        prefix_sharing: bool = False,
-    ) -> None:
-        self.pool = pool
-        self.order = order
-        self.shape = shape
-        self.pad_token_id = pad_token_id
-        self.prefix_sharing = prefix_sharing
-        self.position = StreamPosition()
-        self.tally = StreamTally(order.blocks)
+    pool: TokenizerPool
+    order: StreamOrder
+    shape: BatchShape
+    pad_token_id: int
+    prefix_sharing: bool = False
+    position: StreamPosition = field(default_factory=StreamPosition, init=False)
+
+    def __post_init__(self) -> None:
+        self.tally = StreamTally(self.order.blocks)
 
     def __iter__(self) -> Iterator[MacroBatch]:
         """Macro-batches from the position on.

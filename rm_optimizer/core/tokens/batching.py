@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Float32, Int
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.cache import PairTokens
@@ -97,13 +98,10 @@ class PairBatch(_Pairs):
         Raises:
             KeyError: if one of the four tensors is missing.
         """
-        rows = [
-            tensors[f"{side}_{name}"] for name in ("input_ids", "attention_mask") for side in ("chosen", "rejected")
-        ]
-        width = max(row.shape[1] for row in rows)
-        padded = [torch.nn.functional.pad(row, (0, width - row.shape[1])) for row in rows]
-        ids, mask = (torch.stack(padded[place : place + 2], dim=1).flatten(0, 1) for place in (0, 2))
-        ones = torch.ones(len(rows[0]), device=ids.device)
+        sides = [(tensors[f"chosen_{name}"], tensors[f"rejected_{name}"]) for name in ("input_ids", "attention_mask")]
+        rows = ([row for pair in zip(*both, strict=True) for row in pair] for both in sides)
+        ids, mask = (pad_sequence(each, batch_first=True) for each in rows)
+        ones = torch.ones(len(ids) // 2, device=ids.device)
         unknown = torch.full((len(ones), 2), torch.nan, device=ids.device)
         given = {"margin": 0 * ones, "label": ones, "weight": ones, "scores": unknown, **tensors}
         margin, label, weight, scores = (given[name].to(ones) for name in ("margin", "label", "weight", "scores"))
@@ -232,13 +230,12 @@ class MacroBatch:
             raise KeyError(name)
         if rest not in ("input_ids", "attention_mask"):
             return torch.cat([getattr(batch, name) for batch in self.micro])
-        parts = []
+        parts = list[Tensor]()
         for batch in self.micro:
             if not isinstance(batch, PairBatch):
                 raise TypeError(f"{name} needs batches without prefix_sharing, which hold the sides of a pair apart")
-            parts.append(getattr(batch, rest)[side == "rejected" :: 2])
-        width = max(part.shape[1] for part in parts)
-        return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
+            parts += getattr(batch, rest)[side == "rejected" :: 2]
+        return pad_sequence(parts, batch_first=True)
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Each name with its tensor, for loops such as `{name: each.to(device) for name, each in batch.items()}`."""

@@ -78,6 +78,7 @@ class TruncationReport(JsonRecord):
     length_quantiles: dict[str, float]
 
 
+@dataclass(eq=False)
 class PairTokens:
     """Token ids of pairs.
 
@@ -87,8 +88,9 @@ class PairTokens:
         pair_index: position of each pair in its data set.
     """
 
-    def __init__(self, tokens: NDArray[np.int32], lengths: NDArray[np.int64], pair_index: NDArray[np.int64]) -> None:
-        self.tokens, self.lengths, self.pair_index = tokens, lengths, pair_index
+    tokens: NDArray[np.int32]
+    lengths: NDArray[np.int64]
+    pair_index: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.pair_index)

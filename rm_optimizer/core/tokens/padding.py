@@ -157,14 +157,6 @@ def pad_sequences(
     return torch.from_numpy(padded), torch.from_numpy(mask.astype(np.int64))
 
 
-def stacked(
-    upper: Int[Tensor, "pairs upper_tokens"], lower: Int[Tensor, "pairs lower_tokens"], tokens: int, fill: int
-) -> Int[Tensor, "sequences tokens"]:
-    """Rows of both tensors, `upper` first, filled on the right up to `tokens` columns."""
-    widened = [torch.nn.functional.pad(part, (0, tokens - part.shape[1]), value=fill) for part in (upper, lower)]
-    return torch.cat(widened)
-
-
 @dataclass(frozen=True)
 class PackedTrees:
     """Trees in rows.

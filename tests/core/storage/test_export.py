@@ -7,7 +7,6 @@ import os
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, pipeline
@@ -15,7 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Message
 from rm_optimizer.core.storage import export
-from rm_optimizer.core.storage.certificate import DEFAULT_PROBE, ParityCertificate, certify
+from rm_optimizer.core.storage.certificate import DEFAULT_PROBE, ParityCertificate, ProbeScore, certify
 from rm_optimizer.core.tokens.written_template import add_nothing_to_texts
 from rm_optimizer.errors import CheckpointError
 from tests.builders import (
@@ -149,8 +148,8 @@ def test_a_float64_model_is_exported_exactly(tmp_path: Path):
 @pytest.mark.parametrize("reloaded", [1.0 + 2e-5, float("nan")])
 def test_a_certificate_beyond_its_tolerance_or_not_finite_fails(reloaded: float):
     def compare(value: float) -> ParityCertificate:
-        probe, rewards, after = [("a", "b"), ("c", "d")], np.array([1.0, 500.0]), np.array([value, 500.004])
-        return certify(probe, [(1,), (2,)], rewards, after, tolerance=1e-5, dtype="float32", device="cpu")
+        scores = ProbeScore("a", "b", (1,), 1.0, value), ProbeScore("c", "d", (2,), 500.0, 500.004)
+        return certify(scores, tolerance=1e-5, dtype="float32", device="cpu")
 
     assert compare(1.0).is_passed
     assert compare(1.0).max_difference == pytest.approx(0.004)
