@@ -21,7 +21,7 @@ from transformers.models.llama import modeling_llama
 from rm_optimizer.core.model.losses import bradley_terry_pair_losses
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairCollator, PairCollator
+from rm_optimizer.core.tokens.batching import AnyPairBatch, BatchShape, PackedPairCollator, PairCollator
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.loader import MacroBatches
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
@@ -98,14 +98,7 @@ def differences(name: str) -> Iterator[float]:
         for budget in BUDGETS:
             for world_size in WORLD_SIZES:
                 shares = [
-                    MacroBatches(
-                        collator,
-                        batch_size=NUM_PAIRS,
-                        micro_token_budget=budget,
-                        seed=0,
-                        rank=rank,
-                        world_size=world_size,
-                    )[0]
+                    MacroBatches(collator, BatchShape(NUM_PAIRS, budget, rank, world_size), seed=0)[0]
                     for rank in range(world_size)
                 ]
                 found = sum(gradient(model, list(share.micro), share.total_weight) for share in shares)

@@ -34,14 +34,14 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from rm_optimizer.core.data_loader import PreferenceDataset, RayPreferenceDataset
-from rm_optimizer.core.tokens.batching import PairCollator
+from rm_optimizer.core.tokens.batching import BatchShape, PairCollator
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.loader import MacroBatches
 
 SIZES = (100_000, 300_000, 1_000_000)
 WORDS = tuple(f"word{i:03d}" for i in range(1000))
-BATCH = {"batch_size": 64, "micro_token_budget": 16_384, "seed": 0}
+SHAPE = BatchShape(batch_size=64, micro_token_budget=16_384)
 MACRO_BATCHES = 200
 ROWS_AT_ONCE = 10_000
 
@@ -116,7 +116,7 @@ def in_memory(path: Path) -> dict[str, float]:
         marks.append(("tokenize", time.process_time()))
         tokens = tokenize_pairs(data, render, Path(cache))
         marks.append(("reopen", time.process_time()))
-        batches = MacroBatches(PairCollator(tokens, data, 0), **BATCH)
+        batches = MacroBatches(PairCollator(tokens, data, 0), SHAPE, seed=0)
         batches[0]
         marks.append(("sampler", time.process_time()))
         for step in range(1, MACRO_BATCHES + 1):
@@ -200,7 +200,7 @@ def report_ray(num_bytes: int, num_workers: int, folder: Path) -> None:
     before = time.perf_counter()
     data = RayPreferenceDataset(str(path))
     indexed = time.perf_counter()
-    with data.macro_batches(renderer(512), num_workers=num_workers, **BATCH) as stream:
+    with data.macro_batches(renderer(512), SHAPE, seed=0, num_workers=num_workers) as stream:
         started = time.perf_counter()
         tokens = pairs = 0
         for batch in stream:

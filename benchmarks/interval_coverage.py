@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 from scipy.special import expit, ndtr
 
-from rm_optimizer.core.metrics.effects import PairedScores, holm_adjusted, paired_effect
+from rm_optimizer.core.metrics.effects import PairedScores, holm_adjusted
 from rm_optimizer.core.metrics.pairwise import evaluate_pairs
 from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve
 
@@ -104,7 +104,7 @@ def of_seeds(seeds: int, spread: float, repetitions: int) -> float:
     held = 0
     for seed in range(repetitions):
         (better, worse), prompts = _arms(np.random.default_rng([3, seeds, seed]), seeds, spread, 2)
-        estimate = paired_effect(better, worse, prompts, "nll")
+        estimate = PairedScores(better, worse, prompts).effect("nll")
         held += estimate.low <= 0 <= estimate.high
     return held / repetitions
 

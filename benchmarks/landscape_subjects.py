@@ -15,7 +15,7 @@ from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.model.losses import bradley_terry_pair_losses
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.synthetic import synthetic_world
-from rm_optimizer.core.tokens.batching import AnyPairBatch, PairCollator
+from rm_optimizer.core.tokens.batching import AnyPairBatch, BatchShape, PairCollator
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.loader import MacroBatches
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
@@ -117,7 +117,7 @@ def trained(
     """The model after `--steps` steps, and the pairs to measure it on."""
     measured = fitting(model, dataset, args.max_length, args.num_pairs)
     pairs = fitting(model, dataset, max(args.train_length, args.max_length), BATCH_SIZE)
-    macro = MacroBatches(pairs, batch_size=BATCH_SIZE, micro_token_budget=TOKEN_BUDGET, seed=0)
+    macro = MacroBatches(pairs, BatchShape(BATCH_SIZE, TOKEN_BUDGET), seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     subject = Subject(name, model, measured, some(measured, args.num_pairs, args.token_budget), macro, optimizer)
     subject.train(args.steps)

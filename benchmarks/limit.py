@@ -30,13 +30,14 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from rm_optimizer.core.classifier.head import head_side_modules
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.tokens.batching import evaluation_batches
+from rm_optimizer.core.tokens.batching import evaluation_batches, pair_collator
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError, RMOptimizerError
@@ -170,7 +171,8 @@ def scoring(model: BradleyTerryRM, pairs: PreferenceDataset, budget: int) -> tup
     assert flops is not None, "training has counted this model"
     pad, shares = model.pad_choice.token_id, model.supports_prefix_sharing() is None
     tokens = tokenize_pairs(pairs.pairs, model.renderer, None)
-    found = evaluation_batches(tokens, pairs.pairs, pad_token_id=pad, token_budget=budget, prefix_sharing=shares)
+    collator = pair_collator(tokens, pairs.pairs, pad, prefix_sharing=shares)
+    found = evaluation_batches(collator, np.arange(len(tokens)), budget)
     batches, times = [batch.to(model.device) for batch in found], []
     for _ in range(REPEATS):
         started = time.perf_counter()

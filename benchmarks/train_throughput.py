@@ -49,7 +49,7 @@ from transformers.utils import logging as transformers_logging
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Prompt, as_messages
-from rm_optimizer.core.tokens.batching import pair_collator
+from rm_optimizer.core.tokens.batching import BatchShape, pair_collator
 from rm_optimizer.core.tokens.cache import TokenizedPairs, tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.loader import MacroBatches
@@ -302,7 +302,7 @@ def tokens_moved(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     shares = model.supports_prefix_sharing() is None
     collator = pair_collator(tokens, dataset.pairs, model.renderer.pad_token_id, prefix_sharing=shares)
     budget = typed(compose(["model=minilm", "output_dir=x"]), TrainConfig).batching.micro_token_budget
-    batches = MacroBatches(collator, batch_size=args.batch_size, micro_token_budget=budget, seed=0)
+    batches = MacroBatches(collator, BatchShape(args.batch_size, budget), seed=0)
     micro = [batch for step in range(args.steps) for batch in batches[step].micro]
     real, unique = (sum(getattr(batch, name) for batch in micro) for name in ("num_tokens", "num_unique_tokens"))
     moved = sum(moved_tokens(batch, model.model) for batch in micro)

@@ -48,12 +48,12 @@ from jaxtyping import Float, Int
 from scipy.special import log_expit
 
 from rm_optimizer import BradleyTerryRM, PreferenceDataset, TrainConfig, compose, typed
-from rm_optimizer.core.metrics.effects import Outcome, paired_effect
+from rm_optimizer.core.metrics.effects import Outcome, PairedScores
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import crossed_mean
 from rm_optimizer.core.model.losses import bradley_terry_pair_losses
 from rm_optimizer.core.tokens.audit import length_baseline
-from rm_optimizer.core.tokens.batching import AnyPairBatch, PairCollator
+from rm_optimizer.core.tokens.batching import AnyPairBatch, BatchShape, PairCollator
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.loader import MacroBatches
 from rm_optimizer.errors import ConfigError, RMOptimizerError
@@ -163,19 +163,19 @@ def training_findings(
     """
     fitted = {arm: -log_expit(margins).mean(axis=1) for arm, margins in train.items()}
     first, second = GAP_ARMS
-    gap = paired_effect(test[second], test[first], prompts, "nll", offset=fitted[second] - fitted[first])
+    gap = PairedScores(test[second], test[first], prompts).effect("nll", offset=fitted[second] - fitted[first])
     yield Finding("h2_scheduler_gap", gap, 0.0, outcome(gap))
-    ece = paired_effect(test["ablation_a3"], test["ablation_a2"], prompts, "ece")
-    kept = paired_effect(test["ablation_a3"], test["ablation_a2"], prompts, "accuracy")
+    ece = PairedScores(test["ablation_a3"], test["ablation_a2"], prompts).effect("ece")
+    kept = PairedScores(test["ablation_a3"], test["ablation_a2"], prompts).effect("accuracy")
     accuracy = {"accuracy": kept.value, "accuracy_within_2_points": outcome(kept, SMOOTHING_MARGIN)}
     yield Finding("h3_smoothing_ece", ece, 0.0, outcome(ece), accuracy)
-    lora = paired_effect(test["lora_r16"], test["full_finetune"], prompts, "accuracy")
-    full = paired_effect(test["full_finetune"], None, prompts, "accuracy")
+    lora = PairedScores(test["lora_r16"], test["full_finetune"], prompts).effect("accuracy")
+    full = PairedScores(test["full_finetune"], None, prompts).effect("accuracy")
     learned: Outcome = "better" if full.low is not None and full.low > 0.5 else "inconclusive"
     decided = outcome(lora, LORA_MARGIN) if learned == "better" else learned
     ratios = {} if costs is None else lora_costs(*(costs[arm] for arm in COST_ARMS))
     yield Finding("h4_lora_accuracy", lora, LORA_MARGIN, decided, {"full_above_chance": learned, **ratios})
-    nll = paired_effect(test[STOPPING_ARM], test["ablation_a3"], prompts, "nll")
+    nll = PairedScores(test[STOPPING_ARM], test["ablation_a3"], prompts).effect("nll")
     steps = crossed_mean(saved, 0.0, len(saved)).estimate
     also = {"steps_saved": steps.value, "steps_saved_low": steps.low, "steps_saved_high": steps.high}
     weaker = min(outcome(nll, STOPPING_MARGIN), outcome(steps), key=FROM_WORST.index)
@@ -396,8 +396,7 @@ def batching_rows(config: TrainConfig, seed: int, splits: Mapping[str, Path], fo
     collator = PairCollator(tokens, data.pairs, model.renderer.pad_token_id)
     budgets = {"pair_aware": config.batching.micro_token_budget, "padded": ONE_PASS}
     orders = {
-        name: MacroBatches(collator, batch_size=BATCHING_PAIRS, micro_token_budget=budget, seed=seed)
-        for name, budget in budgets.items()
+        name: MacroBatches(collator, BatchShape(BATCHING_PAIRS, budget), seed=seed) for name, budget in budgets.items()
     }
     rows, threads = [], torch.get_num_threads()
     torch.set_num_threads(1)  # CPU seconds of several threads contain their waiting for each other
@@ -448,7 +447,7 @@ def run(out: Path, train: str, val: str, overrides: Sequence[str], seeds: int = 
         **{"versions": versions(), "machine": machine(), "commit": commit()},
         "length_baseline": length_baseline(PreferenceDataset(str(splits["test"])).pairs).value,
         "arms": {
-            arm: {name: paired_effect(test[arm], None, prompts, name) for name in ("accuracy", "nll", "ece")}
+            arm: {name: PairedScores(test[arm], None, prompts).effect(name) for name in ("accuracy", "nll", "ece")}
             | {name: np.mean([found[name] for found in trials[arm]]).item() for name in ("scored_step", "cpu_seconds")}
             | {"parameters": trials[arm][0]["parameters"]}
             for arm in ARMS

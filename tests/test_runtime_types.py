@@ -10,14 +10,14 @@ import torch
 from jaxtyping import TypeCheckError
 
 import rm_optimizer
-from rm_optimizer.core.metrics.effects import detectable_effect, paired_effect
+from rm_optimizer.core.metrics.effects import PairedScores, detectable_effect
 from rm_optimizer.core.tokens.batching import PairBatch
 from tests.runtime_types import CHECKED
 
 
 def test_other_axes_than_annotated_are_refused():
-    with pytest.raises(TypeCheckError, match="paired_effect"):
-        paired_effect(np.zeros((2, 3)), np.zeros((2, 4)), ["a"] * 3, "nll")
+    with pytest.raises(TypeCheckError, match="PairedScores"):
+        PairedScores(np.zeros((2, 3)), np.zeros((2, 4)), ["a"] * 3).effect("nll")
     ids, pairs = torch.zeros((4, 5), dtype=torch.int64), torch.zeros(2)
     with pytest.raises(TypeCheckError, match="PairBatch"):
         PairBatch(ids, ids[:, 1:], pairs, pairs, pairs, ids[:2, 0], pairs[:, None].expand(-1, 2))

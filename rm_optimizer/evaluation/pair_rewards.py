@@ -27,7 +27,7 @@ from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.model.sharding import in_step, is_sharded, most_over_ranks, spare_batch
 from rm_optimizer.core.pairs.formats import VOTES
-from rm_optimizer.core.tokens.batching import AnyPairBatch, evaluation_batches
+from rm_optimizer.core.tokens.batching import AnyPairBatch, evaluation_batches, pair_collator
 from rm_optimizer.core.tokens.cache import PairTokens, TokenizedPairs, TruncationReport
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.core.tokens.padding import pad_sequences
@@ -116,16 +116,8 @@ def score_pairs(
     done, stopped = 0, False
     wanted = np.arange(len(tokenized)) if positions is None else positions
     computed, sequences = _cover(tokenized, wanted)
-    batches = evaluation_batches(
-        tokenized,
-        dataset,
-        token_budget=token_budget,
-        prefix_sharing=prefix_sharing,
-        pad_token_id=model.renderer.pad_token_id,
-        rank=rank,
-        world_size=world_size,
-        positions=wanted[computed],
-    )
+    collator = pair_collator(tokenized, dataset, model.renderer.pad_token_id, prefix_sharing=prefix_sharing)
+    batches = evaluation_batches(collator, wanted[computed], token_budget, rank=rank, world_size=world_size)
     # FSDP2 reuses the tensors that it gathers into. Made in inference mode, they could not be used in training.
     with in_mode(model, training=False), torch.no_grad() if is_sharded(model) else torch.inference_mode():
         passes: Iterator[tuple[AnyPairBatch, bool]] = ((batch, True) for batch in batches)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from rm_optimizer.core.metrics.effects import SCORES, Score, paired_effect
+from rm_optimizer.core.metrics.effects import SCORES, PairedScores, Score
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.experiments.compared_runs import ComparedRun, DivergedRun, FoundRuns, common_pairs
 from rm_optimizer.records.codec import JsonRecord, json_values
@@ -188,7 +188,7 @@ def compare_runs(found: FoundRuns, *, num_bootstrap: int = 1000) -> RunCompariso
     pairs = common_pairs(found.runs)
     prompts = [found.runs[0].by_key[key].prompt_id for key in pairs]
     label, weight = (np.array([key[column] for key in pairs], dtype=float) for column in (1, 2))
-    effect = partial(paired_effect, prompts=prompts, label=label, weight=weight, num_bootstrap=num_bootstrap)
+    paired_scores = partial(PairedScores, prompts=prompts, label=label, weight=weight)
     arms: dict[str, list[ComparedRun]] = {}
     runs: list[RunScores] = []
     diverged: list[DivergedScores] = []
@@ -217,7 +217,7 @@ def compare_runs(found: FoundRuns, *, num_bootstrap: int = 1000) -> RunCompariso
         return np.stack([run.logits(pairs) for run in members])
 
     def mean(name: str, score: Score) -> Estimate:
-        found = effect(logits(arms[name]), None, score=score)
+        found = paired_scores(logits(arms[name]), None).effect(score, num_bootstrap=num_bootstrap)
         return found if found.low is None else replace(found, low=max(found.low, 0.0))  # no score can be negative
 
     def arm_scores(name: str, own: Sequence[RunScores]) -> ArmScores:
@@ -234,9 +234,8 @@ def compare_runs(found: FoundRuns, *, num_bootstrap: int = 1000) -> RunCompariso
     def difference(name: str, score: Score) -> ArmDifference:
         both = [logits(runs) for runs in zip(*paired[name], strict=True)]  # of the baseline, then of the arm
         better, worse = both[::-1] if score == "accuracy" else both
-        return ArmDifference(
-            arm=name, score=score, estimate=effect(better, worse, score=score), num_seeds=len(paired[name])
-        )
+        estimate = paired_scores(better, worse).effect(score, num_bootstrap=num_bootstrap)
+        return ArmDifference(arm=name, score=score, estimate=estimate, num_seeds=len(paired[name]))
 
     return RunComparison(
         baseline=baseline,

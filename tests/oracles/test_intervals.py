@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from rm_optimizer.core.metrics.effects import PairedScores, holm_adjusted, paired_effect
+from rm_optimizer.core.metrics.effects import PairedScores, holm_adjusted
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import clustered_share, crossed_mean, student_mean
 from rm_optimizer.core.metrics.pairwise import evaluate_pairs
@@ -113,7 +113,7 @@ def test_equal_arms_differ_no_more_often_than_stated(seeds: int):
         shape = (5, seeds, 30, 2)
         margin = rng.normal(0, 1, shape) + rng.normal(0, 1, (1, 1, 30, 1)) + rng.normal(0, 0.5, (5, seeds, 30, 1))
         reference, *others = (margin + rng.normal(0, 0.3, (5, seeds, 1, 1))).reshape(5, seeds, -1)
-        differ += not holds(paired_effect(others[0], reference, prompts, "nll"), 0.0)
+        differ += not holds(PairedScores(others[0], reference, prompts).effect("nll"), 0.0)
         p_values = [PairedScores(arm, reference, prompts).crossed("nll").p_different for arm in others]
         assert holm(p_values) == pytest.approx(holm_adjusted(np.array(p_values)).tolist())
         verdicts += min(holm(p_values)) < 0.05

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -183,11 +184,12 @@ def evaluation_difference(mesh: DeviceMesh) -> float:
 
 
 def on_one_device(model: BradleyTerryRM, tokens: Any, pairs: Any, sharing: bool) -> Tensor:
-    from rm_optimizer.core.tokens.batching import evaluation_batches
+    from rm_optimizer.core.tokens.batching import evaluation_batches, pair_collator
 
     margins = torch.zeros(len(pairs), dtype=torch.float64)
     pad = model.renderer.pad_token_id
-    for batch in evaluation_batches(tokens, pairs, token_budget=1, pad_token_id=pad, prefix_sharing=sharing):
+    collator = pair_collator(tokens, pairs, pad, prefix_sharing=sharing)
+    for batch in evaluation_batches(collator, np.arange(len(tokens)), 1):
         with torch.inference_mode():
             rewards = model.eval().rewards_of(batch).view(-1, 2)
         margins[batch.pair_index] = (rewards[:, 0] - rewards[:, 1]).double()

@@ -385,8 +385,7 @@ class SequenceScorer:
                 # The rest of the prefix is computed for each branch.
                 if cache is not None and (len(tree.prefix) - depth) * (len(group) - 1) < depth:
                     branches = tuple(np.concatenate([tree.prefix[depth:], branch]) for branch in tree.branches)
-                    for batch, rewards in self._branches(PrefixTree(tree.prefix[:depth], branches), cache):
-                        yield [group[i] for i in batch], rewards
+                    yield from self._branches(group, PrefixTree(tree.prefix[:depth], branches), cache)
                     continue
             if len(group) == 1:
                 singles += group
@@ -395,8 +394,7 @@ class SequenceScorer:
             # A cached start must cost less than computing the start again in each run.
             recomputed, least = len(tree.prefix) * (len(runs) - 1), TREE_TOKENS
             if self._caches and recomputed > (least if tree.num_tokens <= self.tree_budget else 0):
-                for batch, rewards in self._branches(tree, self._cache_of(tree.prefix)):
-                    yield [group[i] for i in batch], rewards
+                yield from self._branches(group, tree, self._cache_of(tree.prefix))
             else:
                 packed += runs
         yield from self._padded_passes(rows, singles)
@@ -437,8 +435,13 @@ class SequenceScorer:
         states_at(self.model.model, columns, input_ids=ids, past_key_values=cache, use_cache=True)
         return cache
 
-    def _branches(self, tree: PrefixTree, cache: DynamicCache) -> Iterator[tuple[list[int], Tensor]]:
-        """Rewards of a tree's branches over copies of its prefix's keys and values, which may have more tokens."""
+    def _branches(
+        self, members: Sequence[int], tree: PrefixTree, cache: DynamicCache
+    ) -> Iterator[tuple[list[int], Tensor]]:
+        """Members of a group and rewards of their branches, over copies of the prefix's keys and values.
+
+        Those may have more tokens.
+        """
         model, device, depth = self.model.model, self.model.device, len(tree.prefix)
         most = max(1, CACHED_TOKENS // depth)
         batches = length_batches([len(branch) for branch in tree.branches], self.token_budget)
@@ -459,4 +462,4 @@ class SequenceScorer:
                 past_key_values=repeated,
                 use_cache=True,
             )
-            yield part, model.score(states[:, 0]).squeeze(-1).cpu()
+            yield [members[i] for i in part], model.score(states[:, 0]).squeeze(-1).cpu()

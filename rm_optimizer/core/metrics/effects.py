@@ -119,44 +119,30 @@ class PairedScores:
         of_all, of_these = self.prompt_errors(score)
         return crossed_mean(self.per_seed(score) + offset, of_all, len(self.samples(score)), least_error=of_these)
 
+    def effect(
+        self, score: Score, offset: Float[np.ndarray, " seeds"] | None = None, *, num_bootstrap: int = 0
+    ) -> Estimate:
+        """Mean over seeds of `worse`'s score less `better`'s (accuracy: the other way round), paired throughout.
 
-def paired_effect(
-    better: Float[np.ndarray, "seeds pairs"],
-    worse: Float[np.ndarray, "seeds pairs"] | None,
-    prompts: Sequence[str],
-    score: Score,
-    offset: Float[np.ndarray, " seeds"] | None = None,
-    *,
-    label: Float[np.ndarray, " pairs"] | None = None,
-    weight: Float[np.ndarray, " pairs"] | None = None,
-    num_bootstrap: int = 0,
-) -> Estimate:
-    """Mean over seeds of `worse`'s score less `better`'s (accuracy: the other way round), paired throughout.
+        The variance of the prompts is the jackknife's over prompts of the mean over seeds; the seeds' is the variance
+        between their own effects. One seed has no variance: its interval, if requested, is over prompts for the given
+        models.
 
-    The variance of the prompts is the jackknife's over prompts of the mean over seeds; the seeds' is the variance
-    between their own effects; see `PairedScores`. One seed has no variance: its interval, if requested, is over prompts
-    for the given models.
-
-    Args:
-        better: margins of the arm that ought to be better, times beta.
-        worse: margins of the other arm; None estimates the score of `better` itself.
-        prompts: prompt of each pair.
-        score: compared metric.
-        offset: added to each seed's effect, and known exactly given the seed.
-        label: probability that the chosen response is the better one, in [0, 1]; None is 1.
-        weight: number of pairs that each counts for, positive; None is 1.
-        num_bootstrap: resamples of prompts for the interval of one seed; 0 gives it none.
-    """
-    scores = PairedScores(better, worse, prompts, label, weight)
-    bounds = None if score == "nll" or offset is not None else (0.0 if worse is None else -1.0, 1.0)
-    if len(better) > 1 or not num_bootstrap:
-        return inside(scores.crossed(score, 0.0 if offset is None else offset).estimate, bounds)
-    if worse is not None and np.array_equal(better, worse):
-        return Estimate(0.0, 0.0, len(scores.samples(score)), 0.0, 0.0)
-    mean = partial(scores.mean_effect, score=score)
-    sums = scores.samples(score)
-    estimate = cluster_bootstrap(sums, mean, num_bootstrap=num_bootstrap, seed=0)[0]
-    return with_honest_width(estimate, sums[:, -2 if score == "accuracy" else -1], bounds=bounds)
+        Args:
+            score: compared metric.
+            offset: added to each seed's effect, and known exactly given the seed.
+            num_bootstrap: resamples of prompts for the interval of one seed; 0 gives it none.
+        """
+        lowest = 0.0 if self.worse is None else -1.0
+        bounds = None if score == "nll" or offset is not None else (lowest, 1.0)
+        if len(self.better) > 1 or not num_bootstrap:
+            return inside(self.crossed(score, 0.0 if offset is None else offset).estimate, bounds)
+        sums = self.samples(score)
+        if self.worse is not None and np.array_equal(self.better, self.worse):
+            return Estimate(0.0, 0.0, len(sums), 0.0, 0.0)
+        mean = partial(self.mean_effect, score=score)
+        estimate = cluster_bootstrap(sums, mean, num_bootstrap=num_bootstrap, seed=0)[0]
+        return with_honest_width(estimate, sums[:, -2 if score == "accuracy" else -1], bounds=bounds)
 
 
 def holm_adjusted(p_values: Float[np.ndarray, " tests"]) -> Float[np.ndarray, " tests"]:

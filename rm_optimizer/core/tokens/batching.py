@@ -388,17 +388,9 @@ class BatchShape:
 
 
 def evaluation_batches(
-    tokenized: PairTokens,
-    pairs: Sequence[PreferencePair],
-    *,
-    pad_token_id: int,
-    token_budget: int,
-    rank: int = 0,
-    world_size: int = 1,
-    prefix_sharing: bool = False,
-    positions: NDArray[np.int64] | None = None,
+    collator: PairCollator, positions: NDArray[np.int64], token_budget: int, *, rank: int = 0, world_size: int = 1
 ) -> Iterator[AnyPairBatch]:
-    """Batches of pairs of similar length for scoring, longest first; of all pairs, or of those at `positions`.
+    """Batches of the pairs at these positions of similar length for scoring, longest first.
 
     The batches have at most `token_budget` tokens with padding, and are the same for every number of ranks. They are
     dealt to the ranks in turn, so that a rank may have one batch more than another.
@@ -407,9 +399,7 @@ def evaluation_batches(
         ValueError: if a number is out of its range.
     """
     _require_rank(rank, world_size)
-    collator = pair_collator(tokenized, pairs, pad_token_id, prefix_sharing=prefix_sharing)
-    batches = collator.micro_batches(np.arange(len(tokenized)) if positions is None else positions, token_budget)
-    return map(collator, batches[rank::world_size])
+    return map(collator, collator.micro_batches(positions, token_budget)[rank::world_size])
 
 
 def _require_rank(rank: int, world_size: int) -> None:

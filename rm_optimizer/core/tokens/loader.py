@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,34 +32,20 @@ class MacroBatches(Dataset[MacroBatch]):
 
     Args:
         collator: collator that makes the tensors.
-        batch_size: number of pairs of a macro-batch, over all ranks.
-        micro_token_budget: most tokens of a micro-batch, padding included.
+        shape: division into macro-batches, ranks and micro-batches; the mean weight is the data's.
         seed: seed of the order, not negative.
-        rank: rank of the process, in [0, world_size).
-        world_size: number of ranks.
         order: order of the pairs; None shuffles them by the seed.
 
     Raises:
-        ValueError: if a number is out of its range, or an epoch of `order` has another number of positions
-            than there are pairs.
+        ValueError: if an epoch of `order` has another number of positions than there are pairs.
         DataError: if there is no pair to train on.
     """
 
-    def __init__(
-        self,
-        collator: PairCollator,
-        *,
-        batch_size: int,
-        micro_token_budget: int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        order: PairOrder | None = None,
-    ) -> None:
+    def __init__(self, collator: PairCollator, shape: BatchShape, *, seed: int, order: PairOrder | None = None) -> None:
         if not len(collator.tokenized):
             raise DataError("no pair is left to train on: each one's two responses are identical after tokenizing")
         self.collator = collator
-        self.shape = BatchShape(batch_size, micro_token_budget, rank, world_size, collator.mean_weight)
+        self.shape = replace(shape, mean_weight=collator.mean_weight)
         self.seed = seed
         self.order = order
         self._epoch = (0, self._visited(0))
@@ -280,11 +267,8 @@ def create_dataloader(
     tokenized = tokenize_pairs(dataset.pairs, renderer, cache_dir)
     if dropped := tokenized.num_identical_dropped:
         _log.warning("%d of %d pairs are left out: equal after truncation", dropped, len(dataset))
-    batches = MacroBatches(
-        pair_collator(tokenized, dataset.pairs, renderer.pad_token_id, prefix_sharing=prefix_sharing),
-        batch_size=batch_size,
-        micro_token_budget=micro_token_budget or 2 * batch_size * renderer.max_length,
-        seed=seed,
-        order=None if shuffle else PairOrder("as given", partial(_as_given, tokenized.pair_index)),
-    )
+    collator = pair_collator(tokenized, dataset.pairs, renderer.pad_token_id, prefix_sharing=prefix_sharing)
+    shape = BatchShape(batch_size, micro_token_budget or 2 * batch_size * renderer.max_length)
+    order = None if shuffle else PairOrder("as given", partial(_as_given, tokenized.pair_index))
+    batches = MacroBatches(collator, shape, seed=seed, order=order)
     return PairLoader(dataset, renderer, batches, num_workers=num_workers, pin_memory=pin_memory)

@@ -11,7 +11,6 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
@@ -19,7 +18,7 @@ import numpy as np
 from jaxtyping import Float
 
 from rm_optimizer.core.metrics.calibration import ReliabilityBin, fold, reliability_curve
-from rm_optimizer.core.metrics.effects import SCORES, interquartile_mean, paired_effect, probability_of_improvement
+from rm_optimizer.core.metrics.effects import SCORES, PairedScores, interquartile_mean, probability_of_improvement
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError
@@ -212,17 +211,17 @@ def findings(folder: Path) -> ComparisonFindings:
         scores_of[arm][rate] = fmean(math.inf if math.isnan(loss) else loss for loss in losses)  # NaN: diverged
     target = min(scores_of[options.reference].values(), default=math.nan)  # known before any final run
     label, weight = np.array([pair.label for pair in test]), np.array([pair.weight for pair in test])
-    effect = partial(paired_effect, prompts=test.prompt_ids, label=label, weight=weight, num_bootstrap=1000)
 
     def finding(name: str) -> ArmFinding:
         runs = finals[name]
         margins = _margins(runs)
+        alone = PairedScores(margins, None, test.prompt_ids, label, weight)
         return ArmFinding(
             name=name,
             chosen=setting.chosen_rate(scores_of[name], options.rates),
             seeds=tuple(run.seed for run in runs),
             diverged=diverged[name],
-            scores={score: effect(margins, None, score=score) for score in SCORES},
+            scores={score: alone.effect(score, num_bootstrap=1000) for score in SCORES},
             per_seed={score: tuple(_number(run.result, value) for run in runs) for score, value in _PER_SEED.items()},
             reliability=tuple(reliability_curve(fold(each, label, weight)) for each in margins),
             means={cost: fmean(_number(run.result, cost) for run in runs) for cost in COSTS},

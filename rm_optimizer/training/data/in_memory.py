@@ -16,7 +16,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import pair_fingerprints
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.core.storage.model_files import TrainedPairs
-from rm_optimizer.core.tokens.batching import MacroBatch, pair_collator
+from rm_optimizer.core.tokens.batching import BatchShape, MacroBatch, pair_collator
 from rm_optimizer.core.tokens.cache import TokenizedPairs, tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
@@ -126,19 +126,14 @@ class PreferenceDataModule(pl.LightningDataModule):
 
     def macro_batches(self) -> MacroBatches:
         """This rank's share of each step, packed in this process."""
-        return MacroBatches(self._collator, **self.steps_of_rank, order=self.order)
+        return MacroBatches(self._collator, self.batch_shape, seed=self.seed, order=self.order)
 
     @property
-    def steps_of_rank(self) -> dict[str, Any]:
-        """Arguments of `MacroBatches` that give this rank's share of each step."""
-        trainer = self.trainer
-        return {
-            "batch_size": self.batching.batch_size,
-            "micro_token_budget": self.batching.micro_token_budget,
-            "seed": self.seed,
-            "rank": trainer.global_rank if trainer else 0,
-            "world_size": trainer.world_size if trainer else 1,
-        }
+    def batch_shape(self) -> BatchShape:
+        """Division of a step's pairs into ranks and micro-batches."""
+        trainer, options = self.trainer, self.batching
+        rank, world_size = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
+        return BatchShape(options.batch_size, options.micro_token_budget, rank, world_size, self._collator.mean_weight)
 
     def score_validation(self, model: BradleyTerryRM, **options: Any) -> PairRewards:
         """Rewards of the validation pairs; `options` are further arguments of `score_pairs`."""

@@ -313,9 +313,9 @@ class StreamingDataModule(PreferenceDataModule):
             return self._open
         self._open = self._data_stream.macro_batches(
             self._renderer,
-            **self.steps_of_rank,
+            self.batch_shape,
+            seed=self.seed,
             prefix_sharing=self.shares_prefixes,
-            mean_weight=self._collator.mean_weight,
             num_workers=self.config.num_workers,
             fetch_timeout=self.config.fetch_timeout,
             store_mb=self.config.streaming_store_mb,

@@ -11,9 +11,9 @@ from scipy.stats import t as student
 
 from rm_optimizer.core.metrics.effects import (
     SCORES,
+    PairedScores,
     detectable_effect,
     holm_adjusted,
-    paired_effect,
     power,
 )
 from rm_optimizer.core.metrics.pairwise import evaluate_pairs
@@ -32,7 +32,7 @@ def margins(seed: int, shift: float = 0.0) -> np.ndarray:
 @pytest.mark.parametrize("score", ["accuracy", "nll"])
 def test_a_planted_effect_is_confirmed_its_reverse_refuted_and_nothing_undecided(score):
     found = {
-        name: outcome(paired_effect(better, worse, NAMES, score))
+        name: outcome(PairedScores(better, worse, NAMES).effect(score))
         for name, better, worse in (
             ("planted", margins(1, 1.0), margins(2)),
             ("reversed", margins(1), margins(2, 1.0)),
@@ -47,13 +47,13 @@ def test_a_planted_calibration_effect_is_confirmed():
     logits = rng.normal(0.0, 1.5, size=(SEEDS, 4000))
     calibrated = np.where(rng.random(logits.shape) < 1 / (1 + np.exp(-logits)), logits, -logits)
     names = [str(i) for i in range(4000)]
-    estimate = paired_effect(calibrated, 4 * calibrated, names, "ece")
+    estimate = PairedScores(calibrated, 4 * calibrated, names).effect("ece")
     assert outcome(estimate) == "better"
-    assert outcome(paired_effect(4 * calibrated, calibrated, names, "ece")) == "worse"
+    assert outcome(PairedScores(4 * calibrated, calibrated, names).effect("ece")) == "worse"
 
 
 def test_equal_arms_are_no_worse_than_each_other_with_certainty():
-    estimate = paired_effect(margins(1), margins(1), NAMES, "accuracy")
+    estimate = PairedScores(margins(1), margins(1), NAMES).effect("accuracy")
     assert (estimate.value, estimate.low, estimate.high) == (0.0, 0.0, 0.0)
     assert [outcome(estimate, margin) for margin in (0.0, 0.03)] == ["equivalent", "equivalent"]
 
@@ -61,39 +61,37 @@ def test_equal_arms_are_no_worse_than_each_other_with_certainty():
 @pytest.mark.parametrize("score", SCORES)
 def test_two_models_differ_over_prompts_as_their_own_bootstrap_says(score):
     first, second = margins(1, 1.0)[:1], margins(2)[:1]
-    effect = paired_effect(first, second, NAMES, score, num_bootstrap=500)
+    effect = PairedScores(first, second, NAMES).effect(score, num_bootstrap=500)
     alone = evaluate_pairs(first[0], np.zeros(PAIRS), beta=1.0, prompt_ids=NAMES, num_bootstrap=500, seed=0)
-    assert paired_effect(first, None, NAMES, score, num_bootstrap=500).value == pytest.approx(
+    assert PairedScores(first, None, NAMES).effect(score, num_bootstrap=500).value == pytest.approx(
         getattr(alone, score).value
     )
     assert effect.low < effect.value < effect.high
     assert outcome(effect) == "better" or score == "ece"
-    same = paired_effect(first, first, NAMES, score, num_bootstrap=500)
+    same = PairedScores(first, first, NAMES).effect(score, num_bootstrap=500)
     assert (same.value, same.low, same.high) == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("num_seeds", [1, 4])
 def test_prompts_without_a_decided_pair_are_no_samples_of_an_accuracy(num_seeds):
     better, worse = margins(1)[:num_seeds], margins(2)[:num_seeds]
-    alone = paired_effect(better, worse, NAMES, "accuracy", label=np.ones(PAIRS), num_bootstrap=50)
-    both = paired_effect(
+    alone = PairedScores(better, worse, NAMES, label=np.ones(PAIRS)).effect("accuracy", num_bootstrap=50)
+    both = PairedScores(
         *(np.pad(arm, ((0, 0), (0, 30))) for arm in (better, worse)),
         [*NAMES, *(f"undecided {i}" for i in range(30))],
-        "accuracy",
         label=np.pad(np.ones(PAIRS), (0, 30), constant_values=0.5),
-        num_bootstrap=50,
-    )
+    ).effect("accuracy", num_bootstrap=50)
     assert both == alone
 
 
 def test_models_that_rank_every_pair_alike_may_still_differ_elsewhere():
-    effect = paired_effect(margins(1)[:1], 2 * margins(1)[:1], NAMES, "accuracy", num_bootstrap=500)
+    effect = PairedScores(margins(1)[:1], 2 * margins(1)[:1], NAMES).effect("accuracy", num_bootstrap=500)
     assert effect.value == 0.0
     assert effect.low < 0.0 < effect.high
 
 
 def test_one_seed_gives_no_interval_and_no_outcome():
-    estimate = paired_effect(margins(1, 3.0)[:1], margins(2)[:1], NAMES, "nll")
+    estimate = PairedScores(margins(1, 3.0)[:1], margins(2)[:1], NAMES).effect("nll")
     assert estimate.low is None
     assert outcome(estimate) == "inconclusive"
 
@@ -175,7 +173,7 @@ def test_intervals_over_seeds_and_prompts_hold_the_truth_as_often_as_they_say(se
     for _ in range(repetitions):
         prompts = rng.normal(0.5, 1.0, num_prompts)
         arms = [trained(rng, prompts, seeds, each) for each in (shift, 0.0)]
-        effect = paired_effect(*arms, names, "accuracy")
+        effect = PairedScores(*arms, names).effect("accuracy")
         held += effect.low <= truth <= effect.high
     # 0.95 ± 0.02, and two standard errors of a share of 1,000 studies
     assert 0.93 - 0.014 <= held / repetitions <= 0.97 + 0.014

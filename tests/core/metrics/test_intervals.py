@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import t as student
 
-from rm_optimizer.core.metrics.effects import paired_effect
+from rm_optimizer.core.metrics.effects import PairedScores
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import (
     FEWEST_RESAMPLED,
@@ -169,7 +169,7 @@ def test_two_equal_seeds_give_no_narrower_interval_than_prompts_alone(num_seeds)
     margins = np.tile(rng.normal(0.5, 1, 60), (num_seeds, 1)) + rng.normal(0, 0.5, (num_seeds, 60))
     margins -= margins.mean(axis=1, keepdims=True) - 0.5
     prompts = [f"{i}" for i in range(60)]
-    over_seeds = paired_effect(margins, None, prompts, "nll")
+    over_seeds = PairedScores(margins, None, prompts).effect("nll")
     alone = student_mean(np.logaddexp(0, -margins).mean(axis=0))
     assert over_seeds.high - over_seeds.low >= alone.high - alone.low - 1e-12
 
@@ -177,5 +177,5 @@ def test_two_equal_seeds_give_no_narrower_interval_than_prompts_alone(num_seeds)
 def test_an_interval_over_seeds_stays_inside_the_scores_range():
     margins = np.array([[3.0] * 9 + [-3.0], [-3.0] * 9 + [3.0]])
     for score in ("accuracy", "brier", "ece"):
-        found = paired_effect(margins, None, [f"{i}" for i in range(10)], score)
+        found = PairedScores(margins, None, [f"{i}" for i in range(10)]).effect(score)
         assert 0 <= found.low <= found.high <= 1

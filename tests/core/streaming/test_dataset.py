@@ -269,8 +269,7 @@ def test_a_bad_row_stops_the_stream_in_the_words_of_memory(tmp_path: Path, rende
     with pytest.raises(DataError) as expected:
         load_pairs(str(path), DataConfig())
     data = RayPreferenceDataset(str(path), block_bytes=SMALL_BLOCKS)
-    options = {"batch_size": 16, "micro_token_budget": 400, "seed": 0, "num_workers": 1}
-    with data.macro_batches(renderer, **options) as found:
+    with data.macro_batches(renderer, BatchShape(16, 400), seed=0, num_workers=1) as found:
         workers = [child for child in psutil.Process().children(recursive=True) if child.name().startswith("ray::")]
         assert {worker.nice() for worker in workers} == {psutil.Process().nice()}, "busy cores leave a run its data"
         with pytest.raises(DataError) as stopped:
@@ -388,7 +387,7 @@ def test_without_ray_the_extra_is_named(
 ):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtra, match=r"ray is not installed; pip install 'rm-optimizer\[ray\]'"):
-        dataset(files).macro_batches(renderer, batch_size=1, micro_token_budget=1, seed=0)
+        dataset(files).macro_batches(renderer, BatchShape(1, 1), seed=0)
 
 
 def test_core_does_not_import_ray():

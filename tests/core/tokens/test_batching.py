@@ -21,6 +21,7 @@ from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens import plan as packing
 from rm_optimizer.core.tokens.batching import (
     AnyPairBatch,
+    BatchShape,
     MacroBatch,
     PackedPairBatch,
     PackedPairCollator,
@@ -77,7 +78,7 @@ def macro_batches(
     make: type[PairCollator] = PairCollator,
 ) -> MacroBatches:
     collator = make(*data, PAD)
-    return MacroBatches(collator, batch_size=8, micro_token_budget=budget, seed=3, rank=rank, world_size=world_size)
+    return MacroBatches(collator, BatchShape(8, budget, rank, world_size), seed=3)
 
 
 def test_an_order_visits_the_pairs_it_names_and_leaves_dropped_ones_out(
@@ -85,7 +86,7 @@ def test_an_order_visits_the_pairs_it_names_and_leaves_dropped_ones_out(
 ):
     orders = [list(range(24))[::-1], list(range(24)), [0] * 22 + [7, 5], [0] * 23 + [24], [0] * 24]
     order = PairOrder("mine", lambda epoch: orders[epoch])
-    macro = MacroBatches(PairCollator(*data, PAD), batch_size=8, micro_token_budget=400, seed=3, order=order)
+    macro = MacroBatches(PairCollator(*data, PAD), BatchShape(8, 400), seed=3, order=order)
     visited = [int(i) for step in range(6) for i in macro[step].pair_index]
     assert visited == [i for positions in orders[:2] for i in positions if i != 5]
     assert len(visited) == 46
@@ -366,11 +367,11 @@ def test_the_gradient_of_a_step_depends_on_neither_budget_nor_ranks_nor_sharing(
 def test_evaluation_batches_are_complete_disjoint_long_first_and_alike_for_any_ranks(
     data: tuple[TokenizedPairs, list[PreferencePair]],
 ):
-    tokenized, pairs = data
+    tokenized, _ = data
+    everything = np.arange(len(tokenized))
 
     def batches(rank: int, world_size: int) -> list[PairBatch]:
-        options = {"pad_token_id": PAD, "token_budget": 500, "rank": rank, "world_size": world_size}
-        return list(evaluation_batches(tokenized, pairs, **options))
+        return list(evaluation_batches(PairCollator(*data, PAD), everything, 500, rank=rank, world_size=world_size))
 
     alone = batches(0, 1)
     widths = [batch.input_ids.shape[1] for batch in alone]
@@ -383,7 +384,7 @@ def test_evaluation_batches_are_complete_disjoint_long_first_and_alike_for_any_r
         for ours, theirs in zip(share, alone[rank::3], strict=True):
             assert torch.equal(ours.input_ids, theirs.input_ids)
             assert torch.equal(ours.pair_index, theirs.pair_index)
-    packed = list(evaluation_batches(tokenized, pairs, pad_token_id=PAD, token_budget=500, prefix_sharing=True))
+    packed = list(evaluation_batches(PackedPairCollator(*data, PAD), everything, 500))
     assert sorted(int(i) for batch in packed for i in batch.pair_index) == tokenized.pair_index.tolist()
     assert all(isinstance(batch, PackedPairBatch) and batch.num_padded_tokens <= 500 for batch in packed)
 
@@ -393,7 +394,8 @@ def run_loader(folder: Path, pairs: list[PreferencePair], steps: range, **option
     tokenized = tokenize_pairs(pairs, renderer(), folder)
     collator = pair_collator(tokenized, pairs, PAD, prefix_sharing=options.pop("prefix_sharing", False))
     loading = {name: options.pop(name, default) for name, default in (("num_workers", 0), ("fetch_timeout", 60.0))}
-    batches = MacroBatches(collator, **{"batch_size": 4, "micro_token_budget": 300, "seed": 1, **options})
+    shape = BatchShape(**{"batch_size": 4, "micro_token_budget": 300, **options})
+    batches = MacroBatches(collator, shape, seed=1)
     return MacroBatchLoader(batches, steps, **loading)
 
 
