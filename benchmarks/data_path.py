@@ -200,7 +200,7 @@ def report_ray(num_bytes: int, num_workers: int, folder: Path) -> None:
     before = time.perf_counter()
     data = RayPreferenceDataset(str(path))
     indexed = time.perf_counter()
-    with data.macro_batches(renderer(512), SHAPE, seed=0, num_workers=num_workers) as stream:
+    with data.macro_batches(renderer(512), **vars(SHAPE), seed=0, num_workers=num_workers) as stream:
         started = time.perf_counter()
         tokens = pairs = 0
         for batch in stream:

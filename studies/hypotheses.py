@@ -163,7 +163,7 @@ def training_findings(
     """
     fitted = {arm: -log_expit(margins).mean(axis=1) for arm, margins in train.items()}
     first, second = GAP_ARMS
-    gap = PairedScores(test[second], test[first], prompts).effect("nll", offset=fitted[second] - fitted[first])
+    gap = PairedScores(test[second], test[first], prompts).crossed("nll", fitted[second] - fitted[first]).estimate
     yield Finding("h2_scheduler_gap", gap, 0.0, outcome(gap))
     ece = PairedScores(test["ablation_a3"], test["ablation_a2"], prompts).effect("ece")
     kept = PairedScores(test["ablation_a3"], test["ablation_a2"], prompts).effect("accuracy")

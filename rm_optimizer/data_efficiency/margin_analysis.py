@@ -295,18 +295,18 @@ def suspected_labels(chances: Float[np.ndarray, " pairs"], *, false_positive_rat
         ConfigError: if the rate is not in (0, 1).
     """
     require(0 < false_positive_rate < 1, "false_positive_rate", "lie in (0, 1)", false_positive_rate)
-    flipped = flipped_labels(chances)
+    share, flipped = flipped_labels(chances)
     order = np.argsort(chances, kind="stable")
-    right = np.cumsum(1 - flipped.chances[order])
+    right = np.cumsum(1 - flipped[order])
     num = int(np.searchsorted(right, false_positive_rate * right[-1], side="right"))
-    num = min(num, int(np.sum(flipped.chances > 0.5)))
+    num = min(num, int(np.sum(flipped > 0.5)))
     suspects = order[:num]
     return SuspectedLabels(
         tuple(suspects.tolist()),
         threshold=float(chances[order[num]]) if num < len(order) else 1.0,
-        false_positive_rate=float((1 - flipped.chances[suspects]).sum() / right[-1]),
-        num_wrong=float(flipped.chances[suspects].sum()),
-        flipped_share=flipped.share,
+        false_positive_rate=float((1 - flipped[suspects]).sum() / right[-1]),
+        num_wrong=float(flipped[suspects].sum()),
+        flipped_share=share,
     )
 
 

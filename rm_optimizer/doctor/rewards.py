@@ -184,7 +184,7 @@ def calibration(scored: ScoredPairs, seed: int) -> Check:
     if scale is None:
         return skipped(expected, metrics.temperature.reason or "")
     side = np.sign([pair.label - 0.5 for pair in scored.pairs])
-    share = flipped_labels(expit(side * scored.beta * scored.margin / scale)[side != 0]).share
+    share, _ = flipped_labels(expit(side * scored.beta * scored.margin / scale)[side != 0])
     error, chance = metrics.ece.value, metrics.ece_noise_floor
     good = f"the calibration error on {metrics.num_pairs} pairs is {error:.3f}, of which {chance:.3f} are expected"
     cause = f"it fits labels of which {share:.0%} were flipped; check them (rm-opt data clean lists suspects)"

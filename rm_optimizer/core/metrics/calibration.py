@@ -81,19 +81,6 @@ class TemperatureFit:
     reason: str | None = None
 
 
-@dataclass(frozen=True)
-class FlippedLabels:
-    """Flipped labels, beyond the usual noise of people's preferences.
-
-    Args:
-        share: share of flipped labels, in [0, 0.45]; 0 if the labels are no noisier than the model expects.
-        chances: probability that each label was flipped.
-    """
-
-    share: float
-    chances: Float[np.ndarray, " pairs"]
-
-
 def fold(
     logit: Float[np.ndarray, " pairs"], label: Float[np.ndarray, " pairs"], weight: Float[np.ndarray, " pairs"]
 ) -> FoldedPairs:
@@ -244,7 +231,7 @@ def fit_temperature(
     return TemperatureFit(scale / inverse, float(-(weight * scores).sum() / total))
 
 
-def flipped_labels(chances: Float[np.ndarray, " pairs"]) -> FlippedLabels:
+def flipped_labels(chances: Float[np.ndarray, " pairs"]) -> tuple[float, Float[np.ndarray, " pairs"]]:
     """Estimate which labels were flipped, from held-out probabilities of all labels.
 
     A label that was flipped with probability e has the probability ``(1 - 2 e) sigmoid(a m) + e`` with `m` the model's
@@ -254,6 +241,10 @@ def flipped_labels(chances: Float[np.ndarray, " pairs"]) -> FlippedLabels:
 
     Args:
         chances: probability of each pair's label by a model that was not trained on it.
+
+    Returns:
+        The share of flipped labels, in [0, 0.45], and the probability of each label that it was flipped. Both are 0 if
+        the labels are no noisier than people's preferences, as the model expects them.
     """
     margins = logit(np.clip(chances, 1e-12, 1 - 1e-12))
     num = min(len(margins), _QUANTILES)
@@ -261,6 +252,6 @@ def flipped_labels(chances: Float[np.ndarray, " pairs"]) -> FlippedLabels:
     likelihood = np.array([np.log((1 - 2 * share) * agreed + share + 1e-300).mean(axis=1) for share in _SHARES])
     row, column = np.unravel_index(int(np.argmax(likelihood)), likelihood.shape)
     if 2 * len(margins) * (likelihood[row, column] - likelihood[0].max()) < _SIGNIFICANT:
-        return FlippedLabels(0.0, np.zeros(len(chances)))
+        return 0.0, np.zeros(len(chances))
     share, found = float(_SHARES[row]), expit(_SHARPNESS[column] * margins)
-    return FlippedLabels(share, share * (1 - found) / ((1 - 2 * share) * found + share))
+    return share, share * (1 - found) / ((1 - 2 * share) * found + share)

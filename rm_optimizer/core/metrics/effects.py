@@ -119,9 +119,7 @@ class PairedScores:
         of_all, of_these = self.prompt_errors(score)
         return crossed_mean(self.per_seed(score) + offset, of_all, len(self.samples(score)), least_error=of_these)
 
-    def effect(
-        self, score: Score, offset: Float[np.ndarray, " seeds"] | None = None, *, num_bootstrap: int = 0
-    ) -> Estimate:
+    def effect(self, score: Score, *, num_bootstrap: int = 0) -> Estimate:
         """Mean over seeds of `worse`'s score less `better`'s (accuracy: the other way round), paired throughout.
 
         The variance of the prompts is the jackknife's over prompts of the mean over seeds; the seeds' is the variance
@@ -130,13 +128,12 @@ class PairedScores:
 
         Args:
             score: compared metric.
-            offset: added to each seed's effect, and known exactly given the seed.
             num_bootstrap: resamples of prompts for the interval of one seed; 0 gives it none.
         """
         lowest = 0.0 if self.worse is None else -1.0
-        bounds = None if score == "nll" or offset is not None else (lowest, 1.0)
+        bounds = None if score == "nll" else (lowest, 1.0)
         if len(self.better) > 1 or not num_bootstrap:
-            return inside(self.crossed(score, 0.0 if offset is None else offset).estimate, bounds)
+            return inside(self.crossed(score).estimate, bounds)
         sums = self.samples(score)
         if self.worse is not None and np.array_equal(self.better, self.worse):
             return Estimate(0.0, 0.0, len(sums), 0.0, 0.0)

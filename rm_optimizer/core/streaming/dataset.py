@@ -142,10 +142,15 @@ class RayPreferenceDataset:
     def macro_batches(
         self,
         renderer: ConversationRenderer,
-        shape: BatchShape,
         *,
+        batch_size: int,
+        micro_token_budget: int,
         seed: int,
         shuffle: bool = True,
+        start_step: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        mean_weight: float = 1.0,
         prefix_sharing: bool = False,
         num_workers: int = 0,
         fetch_timeout: float = 60.0,
@@ -158,17 +163,25 @@ class RayPreferenceDataset:
 
         Args:
             renderer: renderer that makes the token ids.
-            shape: division into macro-batches, ranks and micro-batches; each rank has its own workers.
+            batch_size: pairs of a macro-batch, over all ranks.
+            micro_token_budget: tokens of a micro-batch, padding included.
             seed: seed of the order, not negative.
             shuffle: mix blocks and pairs; False keeps the order of the files.
+            start_step: first step to give; pairs before it are counted, which costs as much as giving them. A stream's
+                `position`, kept and set again, costs nothing.
+            rank: rank of the process, in [0, world_size).
+            world_size: number of ranks; each has its own workers.
+            mean_weight: mean weight of the pairs, by which a step's loss is divided, as far as it is known.
             prefix_sharing: give `PackedPairBatch`es rather than `PairBatch`es.
             num_workers: Ray workers; 0 is one a core.
             fetch_timeout: seconds that a block may take.
             store_mb: memory of Ray's object store, in MB, at least 80.
 
         Raises:
+            ValueError: if a number is out of its range.
             MissingExtra: if Ray is not installed.
         """
+        shape = BatchShape(batch_size, micro_token_budget, rank, world_size, mean_weight)
         order = StreamOrder(self.blocks, WINDOW_BLOCKS, seed, shuffle)
         pool = TokenizerPool(
             BlockTokenizer(self.reader, renderer),
@@ -176,7 +189,10 @@ class RayPreferenceDataset:
             store_mb=store_mb,
             fetch_timeout=fetch_timeout,
         )
-        return MacroBatchStream(pool, order, shape, renderer.pad_token_id, prefix_sharing)
+        stream = MacroBatchStream(pool, order, shape, renderer.pad_token_id, prefix_sharing)
+        if start_step:
+            stream.seek(start_step)
+        return stream
 
 
 @dataclass
@@ -188,6 +204,8 @@ class _OnePass(IterableDataset[MacroBatch]):
     seed: int
 
     def __iter__(self) -> Iterator[MacroBatch]:
-        shape = BatchShape(self.batch_size, 2 * self.batch_size * self.renderer.max_length)  # a batch in one piece
-        with self.data.macro_batches(self.renderer, shape, seed=self.seed, shuffle=self.shuffle) as stream:
+        tokens = 2 * self.batch_size * self.renderer.max_length  # a batch in one piece
+        with self.data.macro_batches(
+            self.renderer, batch_size=self.batch_size, micro_token_budget=tokens, seed=self.seed, shuffle=self.shuffle
+        ) as stream:
             yield from itertools.takewhile(lambda _: stream.position.epoch == 0, stream)

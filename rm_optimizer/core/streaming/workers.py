@@ -219,12 +219,6 @@ class TokenizerPool:
         if self._started and self._ray.is_initialized():
             self._ray.shutdown()
 
-    def __enter__(self) -> TokenizerPool:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
 
 def _one_thread() -> Any:
     """`torch` with one thread, since a sum's last bits depend on the number."""

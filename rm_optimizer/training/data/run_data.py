@@ -313,7 +313,7 @@ class StreamingDataModule(PreferenceDataModule):
             return self._open
         self._open = self._data_stream.macro_batches(
             self._renderer,
-            self.batch_shape,
+            **vars(self.batch_shape),
             seed=self.seed,
             prefix_sharing=self.shares_prefixes,
             num_workers=self.config.num_workers,

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def pool(
         yield InProcess(dataset(files), renderer)
         return
     tokenizer = BlockTokenizer(dataset(files).reader, renderer)
-    with TokenizerPool(tokenizer, num_workers=2, store_mb=100, fetch_timeout=60) as pool:
+    with closing(TokenizerPool(tokenizer, num_workers=2, store_mb=100, fetch_timeout=60)) as pool:
         yield pool
 
 
@@ -269,7 +270,7 @@ def test_a_bad_row_stops_the_stream_in_the_words_of_memory(tmp_path: Path, rende
     with pytest.raises(DataError) as expected:
         load_pairs(str(path), DataConfig())
     data = RayPreferenceDataset(str(path), block_bytes=SMALL_BLOCKS)
-    with data.macro_batches(renderer, BatchShape(16, 400), seed=0, num_workers=1) as found:
+    with data.macro_batches(renderer, batch_size=16, micro_token_budget=400, seed=0, num_workers=1) as found:
         workers = [child for child in psutil.Process().children(recursive=True) if child.name().startswith("ray::")]
         assert {worker.nice() for worker in workers} == {psutil.Process().nice()}, "busy cores leave a run its data"
         with pytest.raises(DataError) as stopped:
@@ -387,7 +388,7 @@ def test_without_ray_the_extra_is_named(
 ):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtra, match=r"ray is not installed; pip install 'rm-optimizer\[ray\]'"):
-        dataset(files).macro_batches(renderer, BatchShape(1, 1), seed=0)
+        dataset(files).macro_batches(renderer, batch_size=1, micro_token_budget=1, seed=0)
 
 
 def test_core_does_not_import_ray():
