@@ -139,7 +139,7 @@ def test_prompts_are_shared_by_half_weights_unless_the_mask_is_wrong(tmp_path, m
     pairs = [PreferencePair(f"Name number {i}.", f"It is {i} and more.", f"It is {i * i}!") for i in range(8)]
     tokens = tokenize_pairs(pairs, model.renderer, None)
     if is_wrong:  # as if the second branch saw the first
-        monkeypatch.setattr("rm_optimizer.core.classifier.attention.tree_mask", causal_mask)
+        monkeypatch.setattr("rm_optimizer.core.classifier.tree_masks.tree_mask", causal_mask)
     assert shares_prefixes(model, tokens, PrefixSharing.auto) is not is_wrong
 
 

@@ -18,16 +18,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rm_optimizer.core.classifier.attention import (
-    HALF,
-    UNPADDED,
-    attention_masks,
-    can_drop_padding,
-    drops_padding,
-    one_row,
-    say_once,
-)
+from rm_optimizer.core.classifier.attention import HALF, UNPADDED, can_drop_padding, drops_padding, say_once
 from rm_optimizer.core.classifier.heads import GatedHead, marker_index
+from rm_optimizer.core.classifier.tree_masks import attention_masks, one_row
 from rm_optimizer.core.tokens.padding import PackedTrees, num_embeddings, pack_trees
 from rm_optimizer.core.tokens.prefix_trees import prefix_tree
 from rm_optimizer.errors import ConfigError

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from rm_optimizer.core.base import BaseRewardModel
-from rm_optimizer.core.classifier.attention import sharing_obstacle
 from rm_optimizer.core.classifier.head import head_name, initialize_head, install_reward_head
 from rm_optimizer.core.classifier.heads import GatedHead
 from rm_optimizer.core.classifier.limits import check_window, default_max_length
@@ -36,6 +35,7 @@ from rm_optimizer.core.classifier.pooling import (
     states_at,
 )
 from rm_optimizer.core.classifier.router_loss import RouterBalance
+from rm_optimizer.core.classifier.tree_masks import sharing_obstacle
 from rm_optimizer.core.metrics.estimate import require_finite
 from rm_optimizer.core.rows.natural import Prompts, Texts, paired
 from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairBatch, need_not_wait

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rm_optimizer.core.classifier.attention import tree_mask
+from rm_optimizer.core.classifier.tree_masks import tree_mask
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.pairs.pair import digest
 from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairBatch, PairBatch

@@ -22,15 +22,10 @@ from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.integrations import flex_attention as flex_integration
 
 from rm_optimizer.core.classifier import attention
-from rm_optimizer.core.classifier.attention import (
-    SWITCHES,
-    AttentionSwitch,
-    choose_attention,
-    tree_block_mask,
-    tree_mask,
-)
+from rm_optimizer.core.classifier.attention import SWITCHES, AttentionSwitch, choose_attention
 from rm_optimizer.core.classifier.building import compile_backbone
 from rm_optimizer.core.classifier.pooling import decoder_logits, packed_logits
+from rm_optimizer.core.classifier.tree_masks import tree_block_mask, tree_mask
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.padding import PackedTrees, pack_trees, pad_sequences
 from rm_optimizer.core.tokens.prefix_trees import prefix_tree

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rm_optimizer.core.classifier.attention import tree_mask
+from rm_optimizer.core.classifier.tree_masks import tree_mask
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens import plan as packing
 from rm_optimizer.core.tokens.batching import (

@@ -20,14 +20,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
-from rm_optimizer.core.classifier.attention import (
-    UNPADDED,
-    attention_masks,
-    sharing_obstacle,
-    tree_block_mask,
-    tree_mask,
-)
+from rm_optimizer.core.classifier.attention import UNPADDED
 from rm_optimizer.core.classifier.pooling import decoder_logits, drop_tree_padding, packed_logits
+from rm_optimizer.core.classifier.tree_masks import attention_masks, sharing_obstacle, tree_block_mask, tree_mask
 from rm_optimizer.core.tokens.padding import PackedTrees, pack_trees, pad_sequences
 from rm_optimizer.core.tokens.plan import assign_rows, row_batches
 from rm_optimizer.core.tokens.prefix_trees import prefix_tree, tree_groups

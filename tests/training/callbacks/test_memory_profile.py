@@ -17,7 +17,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from rm_optimizer.core.classifier.adapters import add_adapter
-from rm_optimizer.core.classifier.attention import drops_padding, tree_mask
+from rm_optimizer.core.classifier.attention import drops_padding
+from rm_optimizer.core.classifier.tree_masks import tree_mask
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import MacroBatch, PackedPairBatch, PairBatch
 from rm_optimizer.core.tokens.padding import pack_trees
