@@ -178,7 +178,7 @@ def _tied_rewards(
 
     Returns their indices, and the reward of both sides of each.
     """
-    assert len(tokenized) + tokenized.num_identical_dropped == len(dataset), "the tokens are of all pairs"
+    assert len(tokenized) + tokenized.report.num_identical_dropped == len(dataset), "the tokens are of all pairs"
     index = np.setdiff1d(np.arange(len(dataset)), tokenized.pair_index)
     index = index[np.linspace(0, len(index), round(share * len(index)), endpoint=False, dtype=np.int64)]
     pairs = [dataset[int(i)] for i in index]

@@ -55,7 +55,7 @@ from rm_optimizer.core.tokens.prefix_trees import (
     common_starts,
     prefix_tree,
     shared_length,
-    tree_groups,
+    tree_runs,
 )
 from rm_optimizer.records.codec import json_values
 
@@ -390,7 +390,7 @@ class SequenceScorer:
             if len(group) == 1:
                 singles += group
                 continue
-            runs = tree_groups(rows, [group], min(self.tree_budget, TREE_TOKENS))
+            runs = tree_runs(rows, group, min(self.tree_budget, TREE_TOKENS))
             # A cached start must cost less than computing the start again in each run.
             recomputed, least = len(tree.prefix) * (len(runs) - 1), TREE_TOKENS
             if self._caches and recomputed > (least if tree.num_tokens <= self.tree_budget else 0):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rm_optimizer.core.metrics.estimate import UNKNOWN, Estimate
-from rm_optimizer.core.metrics.intervals import cluster_bootstrap, with_honest_width
+from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals, ratios, with_honest_width
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
 from rm_optimizer.core.pairs.source_pairs import SourcePairs
 from rm_optimizer.core.rows.messages import shown_response, turns_of
@@ -285,18 +285,13 @@ def length_baseline(pairs: Sequence[PreferencePair]) -> Estimate:
         >>> length_baseline([PreferencePair("a?", "long", "no"), PreferencePair("b?", "1", "22")]).value
         0.5
     """
-    sums: dict[str, list[float]] = {}
-    for identity, pair in zip(prompt_ids(pairs), pairs, strict=True):
-        if pair.label != 0.5:
-            gap = (len(pair.chosen) - len(pair.rejected)) * (1 if pair.label > 0.5 else -1)
-            totals = sums.setdefault(identity, [0.0, 0.0])
-            totals[0] += pair.weight * (0.5 if gap == 0 else float(gap > 0))
-            totals[1] += pair.weight
-    if not sums:
+    if not (decided := [pair for pair in pairs if pair.label != 0.5]):
         return UNKNOWN
-    of_prompts = np.array(list(sums.values()))
-    estimate = cluster_bootstrap(of_prompts, lambda sums: sums[..., :1] / sums[..., 1:], num_bootstrap=0, seed=0)[0]
-    return with_honest_width(estimate, of_prompts[:, 1], bounds=(0.0, 1.0))
+    gap = np.sign([(len(pair.chosen) - len(pair.rejected)) * (pair.label - 0.5) for pair in decided])
+    weight = np.array([pair.weight for pair in decided])
+    sums = cluster_totals(np.stack([weight * (0.5 + 0.5 * gap), weight], axis=1), prompt_ids(decided))
+    estimate = cluster_bootstrap(sums, ratios, num_bootstrap=0, seed=0)[0]
+    return with_honest_width(estimate, sums[:, 1], bounds=(0.0, 1.0))
 
 
 def _marker(pairs: Sequence[PreferencePair]) -> tuple[str, Estimate]:

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.cache import PairTokens
 from rm_optimizer.core.tokens.padding import PackedTrees, pack_trees, pad_sequences
-from rm_optimizer.core.tokens.plan import micro_batches, rank_share, row_batches
+from rm_optimizer.core.tokens.plan import length_batches, rank_share, row_batches
 from rm_optimizer.core.tokens.prefix_trees import prefix_tree, shared_length
 
 
@@ -314,7 +314,8 @@ class PairCollator:
 
     def micro_batches(self, positions: NDArray[np.int64], token_budget: int) -> list[list[int]]:
         """The pairs in batches of at most `token_budget` tokens with padding, longest first, none split."""
-        return micro_batches(self.tokenized.lengths, positions, token_budget)
+        widths = 2 * self.tokenized.lengths[positions].max(axis=1)
+        return [positions[batch].tolist() for batch in length_batches(widths, token_budget)]
 
     def _columns(self, positions: Sequence[int]) -> Iterator[Tensor]:
         rows = np.asarray(positions, dtype=np.int64)

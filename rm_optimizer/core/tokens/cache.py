@@ -130,11 +130,6 @@ class TokenizedPairs(PairTokens):
         """Pickle the folder's path, since the pickle of a memory map would contain all tokens."""
         return type(self), (self.folder,)
 
-    @property
-    def num_identical_dropped(self) -> int:
-        """Number of pairs left out because their two sequences are equal after truncation."""
-        return self.report.num_identical_dropped
-
 
 @dataclass(frozen=True, eq=False)
 class EncodedPairs:

@@ -265,7 +265,7 @@ def create_dataloader(
     renderer = renderer_of(tokenizer, max_length)
     dataset = PreferenceDataset(data).accepted_by(renderer)
     tokenized = tokenize_pairs(dataset.pairs, renderer, cache_dir)
-    if dropped := tokenized.num_identical_dropped:
+    if dropped := tokenized.report.num_identical_dropped:
         _log.warning("%d of %d pairs are left out: equal after truncation", dropped, len(dataset))
     collator = pair_collator(tokenized, dataset.pairs, renderer.pad_token_id, prefix_sharing=prefix_sharing)
     shape = BatchShape(batch_size, micro_token_budget or 2 * batch_size * renderer.max_length)

@@ -6,6 +6,7 @@ import heapq
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +29,6 @@ def rank_share(
         rank: rank of the process.
         world_size: number of ranks.
     """
-    if world_size == 1:
-        return indices
     loads = [(0, r) for r in range(world_size)]
     share: list[int] = []
     for position in np.argsort(-tokens, kind="stable").tolist():
@@ -59,38 +58,17 @@ def length_batches(lengths: Sequence[int] | NDArray[np.integer], token_budget: i
     _check_budget(token_budget)
     widths = np.asarray(lengths, dtype=np.int64)
     order = np.argsort(-widths, kind="stable")
-    batches: list[list[int]] = []
-    start = 0
-    for size in _cheapest_cuts(widths[order], token_budget):
-        batches.append(order[start : start + size].tolist())
-        start += size
-    return batches
-
-
-def micro_batches(
-    lengths: NDArray[np.integer], indices: Sequence[int] | NDArray[np.int64], token_budget: int
-) -> list[list[int]]:
-    """The given pairs in batches of similar length, longest first, without splitting a pair.
-
-    Within a batch, ``2 x pairs x longest <= token_budget``; a pair longer than the budget is alone. The batches are
-    chosen as in `length_batches`. `indices` are rows of `lengths`, the numbers of tokens of all chosen and rejected
-    sequences, shape (all pairs, 2).
-
-    Raises:
-        ValueError: if the budget is not positive.
-    """
-    chosen = np.asarray(indices, dtype=np.int64)
-    widths = 2 * lengths[chosen].max(axis=1).astype(np.int64)
-    return [chosen[batch].tolist() for batch in length_batches(widths, token_budget)]
+    return [order[start:end].tolist() for start, end in pairwise(_cheapest_cuts(widths[order], token_budget))]
 
 
 def _cheapest_cuts(widths: NDArray[np.int64], token_budget: int) -> list[int]:
-    """Sizes of consecutive batches of descending widths with the least total cost (dynamic programming from the end).
+    """Ends of consecutive batches of descending widths, after 0, at the least total cost.
 
-    ``cost(s) = min_e  (e - s) widths[s] + PASS_TOKENS + cost(e)`` over the ends `e` that the budget allows; of equally
-    good ends, the latest is chosen. Since widths descend, an end that costs less than a later one for some start costs
-    less for every earlier start. So one queue of ends, each with the last start for which it is the best, is enough
-    (Galil & Park, 1992, "Dynamic programming with convexity, concavity and sparsity"). O(n log n).
+    Dynamic programming from the end, ``cost(s) = min_e  (e - s) widths[s] + PASS_TOKENS + cost(e)`` over the ends `e`
+    that the budget allows; of equally good ends, the latest is chosen. Since widths descend, an end that costs less
+    than a later one for some start costs less for every earlier start. So one queue of ends, each with the last start
+    for which it is the best, is enough (Galil & Park, 1992, "Dynamic programming with convexity, concavity and
+    sparsity"). O(n log n).
     """
     num = len(widths)
     allowed = np.minimum(np.arange(num) + np.maximum(token_budget // np.maximum(widths, 1), 1), num)
@@ -117,10 +95,9 @@ def _cheapest_cuts(widths: NDArray[np.int64], token_budget: int) -> list[int]:
             ends.popleft()
         best = end[start] = ends[0][0]
         cost[start] = (best - start) * width[start] + PASS_TOKENS + cost[best]
-    cuts, start = [], 0
-    while start < num:
-        cuts.append(end[start] - start)
-        start = end[start]
+    cuts = [0]
+    while cuts[-1] < num:
+        cuts.append(end[cuts[-1]])
     return cuts
 
 

@@ -67,22 +67,16 @@ def prefix_tree(sequences: Sequence[NDArray[np.int32]]) -> PrefixTree:
     return PrefixTree(first[:depth], tuple(sequence[depth:] for sequence in sequences))
 
 
-def tree_groups(
-    sequences: Sequence[NDArray[np.int32]], groups: Sequence[Sequence[int]], most_tokens: int
-) -> list[list[int]]:
-    """Groups of sequences with a common start, divided into runs that each make a tree of at most `most_tokens` tokens.
+def tree_runs(sequences: Sequence[NDArray[np.int32]], group: Sequence[int], most_tokens: int) -> list[list[int]]:
+    """A group of sequences with a common start, in runs that each make a tree of at most `most_tokens` tokens.
 
     A longer sequence is alone. The limit saves time, since a row's attention costs the square of its width.
     """
-    runs: list[list[int]] = []
-    for group in groups:
-        run: list[int] = []
-        for index in group:
-            if run and prefix_tree([sequences[i] for i in (*run, index)]).num_tokens > most_tokens:
-                runs.append(run)
-                run = []
-            run.append(index)
-        runs.append(run)
+    runs: list[list[int]] = [[]]
+    for index in group:
+        if runs[-1] and prefix_tree([sequences[i] for i in (*runs[-1], index)]).num_tokens > most_tokens:
+            runs.append([])
+        runs[-1].append(index)
     return runs
 
 

@@ -140,7 +140,7 @@ def contents(batches: list[MacroBatch]) -> list[tuple[Any, ...]]:
 def in_memory(files: list[Path], renderer: ConversationRenderer, cache: Path) -> list[tuple[Any, ...]]:
     data = PreferenceDataset([str(path) for path in files])
     tokens = tokenize_pairs(data, renderer, cache)
-    assert tokens.num_identical_dropped == 1
+    assert tokens.report.num_identical_dropped == 1
     pairs = [data[i] for i in tokens.pair_index]
     return [
         (tuple(tokens.chosen(i)), tuple(tokens.rejected(i)), pair.margin or 0.0, pair.weight, pair.label)

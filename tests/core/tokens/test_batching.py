@@ -27,14 +27,15 @@ from rm_optimizer.core.tokens.batching import (
     PackedPairCollator,
     PairBatch,
     PairCollator,
+    PairValues,
     evaluation_batches,
     pair_collator,
 )
-from rm_optimizer.core.tokens.cache import TokenizedPairs, tokenize_pairs
+from rm_optimizer.core.tokens.cache import PairTokens, TokenizedPairs, tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.loader import MacroBatches, MacroBatchLoader, create_dataloader
 from rm_optimizer.core.tokens.padding import pad_sequences
-from rm_optimizer.core.tokens.plan import length_batches, micro_batches, rank_share
+from rm_optimizer.core.tokens.plan import length_batches, rank_share
 from rm_optimizer.errors import DataError, DataStalled
 from rm_optimizer.records.orders import PairOrder, epoch_order
 from tests.builders import byte_tokenizer
@@ -114,10 +115,16 @@ def test_length_batches_take_each_sequence_once_within_the_budget_longest_first(
         assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= budget
 
 
+def micro_batches(lengths: np.ndarray, positions: np.ndarray, token_budget: int) -> list[list[int]]:
+    """Micro-batches of pairs of these lengths."""
+    tokens = PairTokens(np.zeros(0, np.int32), lengths, np.arange(len(lengths)))
+    return PairCollator(tokens, PairValues.of([]), PAD).micro_batches(positions, token_budget)
+
+
 @given(lengths=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=1), budget=st.integers(1, 400))
 def test_micro_batches_hold_whole_pairs_within_the_budget(lengths: list[tuple[int, int]], budget: int):
     chosen = list(range(0, len(lengths), 2))
-    batches = micro_batches(np.array(lengths), chosen, budget)
+    batches = micro_batches(np.array(lengths), np.array(chosen), budget)
     assert sorted(i for batch in batches for i in batch) == chosen
     for batch in batches:
         assert len(batch) == 1 or 2 * len(batch) * max(max(lengths[i]) for i in batch) <= budget
@@ -125,7 +132,7 @@ def test_micro_batches_hold_whole_pairs_within_the_budget(lengths: list[tuple[in
 
 def test_a_batch_is_full_before_the_next_begins():
     assert length_batches([5] * 7, 15) == [[0, 1, 2], [3, 4, 5], [6]]
-    assert micro_batches(np.full((5, 2), 4), range(5), 16) == [[0, 1], [2, 3], [4]]
+    assert micro_batches(np.full((5, 2), 4), np.arange(5), 16) == [[0, 1], [2, 3], [4]]
 
 
 @given(lengths=st.lists(st.integers(1, 900), min_size=1, max_size=9), budget=st.integers(1, 4000))
@@ -481,5 +488,5 @@ def test_a_million_pairs_are_ordered_and_batched_in_seconds():
     lengths = np.random.default_rng(0).integers(1, 500, size=(10**6, 2))
     began = time.process_time()
     order = epoch_order(10**6, 0, 0)
-    packing.micro_batches(lengths, order, 16384)
+    micro_batches(lengths, order, 16384)
     assert time.process_time() - began < 100

@@ -58,7 +58,7 @@ def test_pairs_identical_after_cutting_are_dropped_and_counted(tmp_path: Path):
     pairs = [PreferencePair("p", "a", "b"), PreferencePair("p", long + "x", long + "y"), PreferencePair("p", "c", "d")]
     tokenized = tokenize_pairs(pairs, renderer(), tmp_path)
     assert tokenized.pair_index.tolist() == [0, 2]
-    assert tokenized.num_identical_dropped == 1
+    assert tokenized.report.num_identical_dropped == 1
     assert tokenized.num_cut.any(axis=1).tolist() == [False, True, False]
     assert tuple(tokenized.chosen(1).tolist()) == renderer().encode("p", "c").ids
 

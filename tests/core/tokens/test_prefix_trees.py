@@ -25,7 +25,7 @@ from rm_optimizer.core.classifier.pooling import decoder_logits, drop_tree_paddi
 from rm_optimizer.core.classifier.tree_masks import attention_masks, sharing_obstacle, tree_block_mask, tree_mask
 from rm_optimizer.core.tokens.padding import PackedTrees, pack_trees, pad_sequences
 from rm_optimizer.core.tokens.plan import assign_rows, row_batches
-from rm_optimizer.core.tokens.prefix_trees import prefix_tree, tree_groups
+from rm_optimizer.core.tokens.prefix_trees import prefix_tree, tree_runs
 from tests.builders import tiny_model
 
 HH = Path(__file__).parents[4] / "shared" / "data" / "hh_train.jsonl.gz"
@@ -243,9 +243,9 @@ def test_a_budget_below_one_is_refused():
 
 def test_groups_are_cut_where_their_tree_would_be_too_large():
     rows = [ids(1, 2, 3, 4, 10 + k, 11) for k in range(5)]
-    assert tree_groups(rows, [[0, 1, 2, 3], [4]], most_tokens=8) == [[0, 1], [2, 3], [4]]
-    assert tree_groups(rows, [[0, 1, 2, 3], [4]], most_tokens=1) == [[0], [1], [2], [3], [4]]
-    assert tree_groups(rows, [[0, 1, 2, 3], [4]], most_tokens=100) == [[0, 1, 2, 3], [4]]
+    assert tree_runs(rows, [0, 1, 2, 3], most_tokens=8) == [[0, 1], [2, 3]]
+    assert tree_runs(rows, [0, 1, 2, 3], most_tokens=1) == [[0], [1], [2], [3]]
+    assert tree_runs(rows, [0, 1, 2, 3], most_tokens=100) == [[0, 1, 2, 3]]
 
 
 def moved_over_unique(sizes: NDArray[np.int64], batch_size: int, budget: int) -> float:
