@@ -180,12 +180,9 @@ def _open(path: Path, encoding: str | None) -> gzip.GzipFile | io.BufferedReader
 
 def _parquet(path: Path, report: Report, encoding: str | None) -> Iterator[tuple[int, Row]]:
     with pq.ParquetFile(path) as file:
-        names = file.schema_arrow.names
-        require_distinct_columns(path, names)
-        batches = file.iter_batches(batch_size=_ROWS_AT_ONCE)
-        yield from _batched_rows(
-            {name: column.to_pylist() for name, column in zip(names, batch.columns, strict=True)} for batch in batches
-        )
+        require_distinct_columns(path, file.schema_arrow.names)
+        rows = (row for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE) for row in batch.to_pylist())
+        yield from enumerate(rows, 1)
 
 
 def _batched_rows(batches: Iterable[Mapping[str, Sequence[Any]]]) -> Iterator[tuple[int, Row]]:

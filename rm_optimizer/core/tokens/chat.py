@@ -251,7 +251,7 @@ class ConversationRenderer:
             is_unchecked = self.kind == "chat_template" and len(prompt) > 1
             turns = [*map(Message.to_dict, prompt), {"role": "assistant", "content": response}]
             try:
-                text = self._template.rendered(turns) if is_unchecked else self.text(prompt, response)
+                text = self._template.rendered(turns, {}) if is_unchecked else self.text(prompt, response)
             except (DataError, ValueError) as error:
                 if len(prompt) == 1:
                     raise DataError(f"a single user message and its response cannot be rendered: {error}") from error

@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from types import MappingProxyType
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -135,9 +134,7 @@ class ChatTemplate:
         """The date that the template is pinned to; None if it inserts no date."""
         return PINNED_DATE if PIN_MARK in self._tokenizer.get_chat_template() else None
 
-    def rendered(
-        self, turns: Sequence[Turn], context: Mapping[str, Any] = MappingProxyType({}), *, open_turn: bool = False
-    ) -> str:
+    def rendered(self, turns: Sequence[Turn], context: Mapping[str, Any], *, open_turn: bool = False) -> str:
         """The conversation as text.
 
         Args:
@@ -171,7 +168,7 @@ class ChatTemplate:
             ) from error
         return str(text)
 
-    def whole(self, turns: Sequence[Turn], context: Mapping[str, Any] = MappingProxyType({})) -> str:
+    def whole(self, turns: Sequence[Turn], context: Mapping[str, Any]) -> str:
         """The conversation as text, in which each field of each message is whole.
 
         A result's `tool_call_id` and `name` may follow from its place after the calls.
@@ -192,7 +189,7 @@ class ChatTemplate:
                     return shown_thinking(self._whole(with_hidden_thinking(turns, places), context))
             raise
 
-    def opened(self, turns: Sequence[Turn], context: Mapping[str, Any] = MappingProxyType({})) -> str:
+    def opened(self, turns: Sequence[Turn], context: Mapping[str, Any]) -> str:
         """The text before a response, by the rules of `whole`, with the generation prompt.
 
         Raises:
