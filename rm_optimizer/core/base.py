@@ -54,7 +54,7 @@ class BaseRewardModel(nn.Module, Scorer):
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters; the one asked for if there are none."""
+        """Device of the parameters; without any, the one asked for."""
         parameter = next(self.parameters(), None)
         return torch.device(self._asked_device or "cpu") if parameter is None else parameter.device
 

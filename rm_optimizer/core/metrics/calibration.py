@@ -68,7 +68,7 @@ class ReliabilityBin:
 
 @dataclass(frozen=True)
 class TemperatureFit:
-    """The temperature that would calibrate the rewards, or the reason why there is none.
+    """The temperature that would calibrate the rewards, or the reason why none would.
 
     Args:
         temperature: T of sigmoid(beta * margin / T) with the least NLL; above 1 the model is over-confident.

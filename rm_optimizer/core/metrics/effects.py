@@ -31,7 +31,8 @@ SCORES: tuple[Score, ...] = ("accuracy", "nll", "brier", "ece")
 """Scores that arms are compared by, in the order of `_scores`."""
 Outcome = Literal["better", "worse", "equivalent", "inconclusive"]
 """Words for the result of a comparison."""
-ERROR_RATE = 1 - CONFIDENCE
+ERROR_RATE, POWER = 1 - CONFIDENCE, 0.8
+"""Probability of a finding where the arms are equal, and where they differ."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def power(effect: float, standard_error: float, freedom: float, *, error_rate: f
         effect: true difference.
         standard_error: standard error of its estimate, positive.
         freedom: degrees of freedom of the standard error.
-        error_rate: probability to find a difference where there is none; 0.05 is the 95 % interval's.
+        error_rate: probability of a finding where the arms are equal; 0.05 is the 95 % interval's.
     """
     if effect == 0:
         return error_rate
@@ -181,20 +182,17 @@ def power(effect: float, standard_error: float, freedom: float, *, error_rate: f
     return float(ncf.sf(critical**2, 1, freedom, (effect / standard_error) ** 2))
 
 
-def detectable_effect(
-    standard_error: float, freedom: float, *, wanted: float = 0.8, error_rate: float = ERROR_RATE
-) -> float:
-    """Smallest true difference that a paired comparison finds with probability `wanted`.
+def detectable_effect(standard_error: float, freedom: float, *, error_rate: float = ERROR_RATE) -> float:
+    """Smallest true difference that a paired comparison finds with probability `POWER`.
 
     Args:
         standard_error: standard error of the estimated difference, positive.
         freedom: degrees of freedom of the standard error.
-        wanted: power, above `error_rate` and below 1.
-        error_rate: probability to find a difference where there is none.
+        error_rate: probability of a finding where the arms are equal.
     """
 
     def excess(shift: float) -> float:
-        return power(shift, 1.0, freedom, error_rate=error_rate) - wanted
+        return power(shift, 1.0, freedom, error_rate=error_rate) - POWER
 
     highest = 2.0
     while excess(highest) < 0:

@@ -46,7 +46,7 @@ class Estimate(JsonRecord):
         value: the estimate; NaN where nothing could be measured.
         standard_error: standard deviation of the estimate over repetitions, or None where unknown.
         num_samples: independent samples behind it (prompts, where pairs share prompts).
-        low: lower end of the 95 % interval, or None where there is none.
+        low: lower end of the 95 % interval, or None without an interval.
         high: upper end of the 95 % interval.
         kind: origin of the interval; None where there is no interval.
 
@@ -91,7 +91,7 @@ def finite_array(values: ArrayLike, name: str, axes: Sequence[str]) -> Float64[n
         axes: what the axes count, outermost first, in the singular.
 
     Raises:
-        DataError: if there are none, a value is no finite number, or the rows have another form.
+        DataError: if the list is empty, a value is no finite number, or the rows have another form.
 
     Example:
         >>> finite_array([[1, 2], [3]], "rewards", ["prompt", "sample"])

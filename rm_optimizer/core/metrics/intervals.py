@@ -113,7 +113,7 @@ def student_mean(samples: Float[np.ndarray, " samples"], *, bias: float = 0.0, l
     Args:
         samples: numbers, at least one.
         bias: size of an error that all samples share; adds to the standard error as an independent one does.
-        least_variance: variance of a sample to assume at least, for few samples that are often alike.
+        least_variance: variance of a sample to assume at least, for few samples that are often equal.
 
     Example:
         >>> str(student_mean(np.array([1.0, 2.0, 3.0])))
@@ -234,7 +234,7 @@ def cluster_bootstrap(
         sums: share of each cluster in each total.
         statistic: function from totals to statistics; called with a leading axis of resamples.
         num_bootstrap: resamples; 0 skips the bootstrap.
-        seed: seed of the resampling; the same seed and number of clusters resample alike.
+        seed: seed of the resampling; the same seed and number of clusters give the same resamples.
         kind: kind of the interval.
 
     Returns:

@@ -195,7 +195,7 @@ class PairwiseMetrics(JsonRecord):
     def macro_accuracy(self) -> Estimate | None:
         """Unweighted mean of the sources' accuracies; None with fewer than two sources.
 
-        The standard error treats the sources as independent; there is none if a source has none.
+        The standard error treats the sources as independent; it is None if a source has no error.
         """
         accuracies = [group.accuracy for group in self.groups.get("source", {}).values()]
         accuracies = [accuracy for accuracy in accuracies if not math.isnan(accuracy.value)]
@@ -208,7 +208,7 @@ class PairwiseMetrics(JsonRecord):
 
     @property
     def headline(self) -> str:
-        """One line with the accuracy and its interval, or the reason why there is none."""
+        """One line with the accuracy and its interval, or the reason why it means nothing."""
         return self.collapse.reason or f"accuracy {self.accuracy} ({self.num_pairs} pairs, {self.num_prompts} prompts)"
 
     def flat(self) -> dict[str, float]:

@@ -97,7 +97,7 @@ class RowFormat:
         """Comparisons of a row, each with the better response first; equal responses are compared too.
 
         Raises:
-            ValueError: if there are none, with the reason.
+            ValueError: if the row gives no comparison, with the reason.
         """
         if self.name == "winner":
             return _of_winner(row)

@@ -306,7 +306,7 @@ def first_rows(source: DataSource) -> list[tuple[int, Row]]:
     """The first rows of a source that can be read, which decide its format.
 
     Raises:
-        DataError: if there are none.
+        DataError: if the source has no rows.
     """
     first = list(itertools.islice(source.stored(lambda number, reason: None), FIRST_ROWS))
     if not first:

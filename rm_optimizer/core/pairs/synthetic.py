@@ -224,7 +224,7 @@ def _prompt(index: int) -> tuple[str, str]:
 
 
 def _response(topic: str, generator: np.random.Generator) -> str:
-    """A candidate: sentences of every kind in random number and order, drawn alike whatever the prompt asks for."""
+    """A candidate: sentences of every kind in random number and order, independent of the prompt's task."""
     other = _draw([name for name in TOPICS if name != topic], 1, generator)[0]
     main, aside = (topic, other) if generator.random() < 0.5 else (other, topic)
     sentences = _fact_sentences(main, int(generator.integers(0, 5)), generator)

@@ -207,7 +207,7 @@ def read_number(name: str, value: object) -> float:
     """A finite number from a cell, which may be text as in CSV; true is 1 and false 0.
 
     Raises:
-        ValueError: if it is none; the text names the column.
+        ValueError: if it is no finite number; the text names the column.
     """
     try:
         number = float(_TRUTH.get(str(value).strip().casefold(), value))  # type: ignore[arg-type]
@@ -219,7 +219,7 @@ def read_number(name: str, value: object) -> float:
 
 
 def _conversation(speakers: Mapping[str, Any]) -> list[dict[str, str]] | None:
-    """The messages of texts or lists of texts, one for each speaker; None if they are not alike or of one length."""
+    """The messages of texts or lists of texts, one for each speaker; None if they differ in kind or length."""
     lists = [*speakers.values()]
     if not any(isinstance(value, list) for value in lists):
         lists = [[value] for value in lists]

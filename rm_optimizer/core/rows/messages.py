@@ -339,7 +339,7 @@ def require_text(name: str, value: object) -> str:
     """The text.
 
     Raises:
-        ValueError: if it is none; the message names the column.
+        ValueError: if it is no text; the message names the column.
     """
     if not isinstance(value, str):
         raise ValueError(f"{name} must be text, got {shown_kind(value)}")

@@ -177,7 +177,7 @@ class LoadedModel:
         model: a classifier with one label, in evaluation mode.
         tokenizer: its tokenizer.
         is_head_fresh: True if the source had no head, so that the model's has its random initialization.
-        record: its `export.json`; empty for other people's models, and for `.ckpt` files but for `identity`.
+        record: its `export.json`; empty for other people's models; `.ckpt` files have `identity` alone.
         drawn: names of the weights that the source lacks, so that they are at their random start.
         unread: names of the stored weights that the classifier has no place for.
     """

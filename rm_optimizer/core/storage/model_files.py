@@ -225,7 +225,7 @@ class TrainedPairs:
 
     Args:
         pairs: fingerprints of the pairs, sorted, each once.
-        prompts: fingerprints of their prompts, likewise.
+        prompts: fingerprints of their prompts, sorted, each once.
     """
 
     pairs: NDArray[np.uint64]

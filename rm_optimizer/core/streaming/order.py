@@ -108,8 +108,8 @@ class StreamPosition:
 
     Args:
         step: the optimizer step of the next one.
-        epoch: pass over the data that its first pair lies in.
-        window: window of blocks that it lies in.
+        epoch: pass over the data with its first pair.
+        window: window of blocks with that pair.
         offset: pairs of that window before it.
     """
 

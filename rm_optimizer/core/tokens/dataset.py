@@ -181,7 +181,7 @@ class PreferenceDataset(SourcePairs, Sequence[PreferencePair]):
     def subset(self, num_pairs: int, seed: int) -> PreferenceDataset:
         """A random subset of `num_pairs` pairs in their order, or the data set itself if it has no more.
 
-        With one seed, a smaller subset lies within every larger one.
+        With one seed, a smaller subset is part of every larger one.
 
         Raises:
             ValueError: if `num_pairs` is not positive.
