@@ -44,6 +44,7 @@ from rm_optimizer.core.importing.stored import StoredModel, StoredTensor, has_ot
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE, ParityCertificate
 from rm_optimizer.core.storage.loading import HARMLESS, quiet_transformers
+from rm_optimizer.core.tokens.template_fields import stored_template
 from rm_optimizer.core.tokens.tokenizer import TOKENIZER_FILE, read_otherwise
 from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.records.codec import NOT_STORED, JsonRecord
@@ -56,15 +57,6 @@ _TOKENIZER_FILES = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", 
 """Starts of the names of a tokenizer's files."""
 _CONSUMED = ("auto_map", "value_head_prefix", "normalize_reward", "mean", "std", "var", "do_normalize", "score_dim")
 """Settings that have no part in the imported model."""
-_AFTER_TEMPLATE = """\
-{% set conversation %}@template@{% endset %}
-{%- if add_generation_prompt -%}{{- conversation -}}
-{%- else -%}
-{%- set conversation = conversation.rstrip(@stripped@) -%}
-{{- conversation ~ ("" if conversation.endswith(@end@) else @appended@) -}}
-{%- endif -%}
-"""
-"""A chat template with a text after each conversation that does not end with it."""
 _log = logging.getLogger("rm_optimizer")
 
 
@@ -196,7 +188,9 @@ def import_reward_model(
                 )
             stripped, appended = _ending(stored.config, tokenizer) if append is None else ("", append)
             if appended:
-                tokenizer.chat_template = _appending(str(tokenizer.chat_template), stripped, appended)
+                words = {"@stripped@": stripped, "@end@": appended.strip(), "@appended@": appended}
+                wrapped = stored_template("appending", **words)
+                tokenizer.chat_template = wrapped.replace("@template@", str(tokenizer.chat_template))
             tokenizer.save_pretrained(staging)
             try:
                 model = BradleyTerryRM.from_pretrained(staging, **loading)
@@ -387,13 +381,6 @@ def _ending(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tu
         return "\n", f" {tokenizer.eos_token}"
     read = config.get("reward_token_id")
     return "", "" if read is None else str(tokenizer.convert_ids_to_tokens(read))
-
-
-def _appending(template: str, stripped: str, appended: str) -> str:
-    wrapped = _AFTER_TEMPLATE
-    for name, text in {"stripped": stripped, "end": appended.strip(), "appended": appended}.items():
-        wrapped = wrapped.replace(f"@{name}@", json.dumps(text, ensure_ascii=False))
-    return wrapped.replace("@template@", template)
 
 
 def _require_read_end(record: ImportedModel, model: BradleyTerryRM, pad_id: int | None) -> None:

@@ -59,6 +59,7 @@ from rm_optimizer.core.storage.model_files import (
     require_archive,
     require_exported_weights,
 )
+from rm_optimizer.core.tokens.template_fields import stored_template
 from rm_optimizer.core.tokens.tokenizer import TOKENIZER_FILE, read_otherwise
 from rm_optimizer.core.tokens.written_template import TemplateWriter
 from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean, needs_import
@@ -158,12 +159,6 @@ HARMLESS = re.compile(
     r"|mask_predictions|vocab_\w+|predictions|sop_classifier)\."
 )
 """Stored weights that have no part in a reward: buffers made from the configuration, and heads of pretraining."""
-_ONE_SEPARATOR = """\
-{%- for message in messages if "SEP" in message['content'] -%}
-{{- raise_exception("a text contains SEP, after which the model reads the response; take it out of the row") -}}
-{%- endfor -%}
-"""
-"""Start of a chat template of text pairs whose token types are derived."""
 _OWN_FILES = (EXPORT_FILE, TOKENIZER_FILE)
 _IF_THERE = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 _log = logging.getLogger("rm_optimizer")
@@ -446,4 +441,5 @@ def _settle_token_types(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
         )
     model.config.reward_head = {"separator": tokenizer.sep_token_id}
     model.__class__ = with_token_types(type(model))
-    tokenizer.chat_template = _ONE_SEPARATOR.replace("SEP", str(tokenizer.sep_token)) + str(tokenizer.chat_template)
+    refusal = stored_template("one_separator").replace("SEP", str(tokenizer.sep_token))
+    tokenizer.chat_template = refusal + str(tokenizer.chat_template)

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-from rm_optimizer.core.tokens.template_fields import Turn, rebuilt, split_thinking
+from rm_optimizer.core.tokens.template_fields import Turn, rebuilt, split_thinking, stored_template
 from rm_optimizer.errors import ConversationRefused
 from rm_optimizer.schema.data import SpecialTokens, Thinking
 
 _STORED = re.compile(r"\{# rules: thinking=(\w+) special_tokens=(\w+) #\}\n(?:.*?\{# end of rules #\}\n)?", re.DOTALL)
-_AS_TEXT = """\
-{%- set content_rules = namespace(messages=[]) -%}
-{%- for message in messages -%}
-{%- set content_rules.fields = dict(message) -%}
-{%- for name, text in message.items() if name != 'role' and text is string -%}
-{%- set content_rules.text = text -%}
-{%- for token in TOKENS if token in content_rules.text -%}
-{%- set content_rules.text = content_rules.text | replace(token, token[0] ~ ' ' ~ token[1:]) -%}
-{%- endfor -%}
-{%- set content_rules.fields = dict(content_rules.fields, **{name: content_rules.text}) -%}
-{%- endfor -%}
-{%- set content_rules.messages = content_rules.messages + [content_rules.fields] -%}
-{%- endfor -%}
-{%- set messages = content_rules.messages -%}
-{# end of rules #}
-"""
-"""Beginning of a template that does to the texts of messages what `as_text` does, for other readers of the template."""
 _HIDDEN = {"<think>": "\ue0f0", "</think>": "\ue0f1"}
 """Characters for private use that a template does not take for the tags."""
 _CONTROL = (
@@ -77,7 +59,7 @@ class ContentRules:
             return bare
         mark = f"{{# rules: thinking={self.thinking} special_tokens={self.special_tokens} #}}\n"
         is_code = self.special_tokens == SpecialTokens.as_text
-        return mark + _AS_TEXT.replace("TOKENS", json.dumps(list(tokens), ensure_ascii=False)) * is_code + bare
+        return mark + stored_template("as_text", TOKENS=list(tokens)) * is_code + bare
 
     def applied(self, turns: Sequence[Turn], control: Callable[[], ControlTokens]) -> list[Turn]:
         """The turns as the template gets them.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
+
+from rm_optimizer.schema.compose import described
 
 Turn: TypeAlias = Mapping[str, Any]
 """Message in the form that chat templates take."""
@@ -18,6 +21,14 @@ THINKING, CLOSING_TAG = "<think>", "</think>"
 """Path of thinking inside a content, which is its opening tag, and its closing tag."""
 _THINKING = re.compile(r"\s*(?:<think>(.*?)|((?:(?!<think>).)*?))</think>\s*", re.DOTALL)
 """Thinking at the start of an answer; if its opening is in the generation prompt, all up to the closing tag."""
+
+
+def stored_template(name: str, **words: object) -> str:
+    """A chat template of `configs/layout/general/templates.yaml`, with JSON values in place of words."""
+    text: str = described("layout/general/templates.yaml")[name]
+    for word, value in words.items():
+        text = text.replace(word, json.dumps(value, ensure_ascii=False))
+    return text
 
 
 def rebuilt(value: Any, leaf: Callable[[str, Any], Any], key: Callable[[str, str], str], path: str = "") -> Any:

@@ -24,6 +24,7 @@ from rm_optimizer.core.rows.messages import Turns
 from rm_optimizer.core.rows.prompts import split_context
 from rm_optimizer.core.rows.readers import Row, each, refusing
 from rm_optimizer.core.tokens.conversation_text import plain_prompt
+from rm_optimizer.core.tokens.template_fields import stored_template
 from rm_optimizer.errors import CheckpointError, DataError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -32,20 +33,6 @@ _PLAIN_TEXTS = (
     *("(x)[y]{z}!?.,;:--", " lead and trail "),
 )
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
-_FIELDS_TEMPLATE = """\
-{%- if tools -%}{{- 'Tools: ' ~ tools | tojson ~ '\\n\\n' -}}{%- endif -%}
-{%- if documents -%}{{- 'Documents: ' ~ documents | tojson ~ '\\n\\n' -}}{%- endif -%}
-{%- for message in messages -%}
-{{- message.role | capitalize ~ (' ' ~ message.name if message.name) -}}
-{{- (' ' ~ message.tool_call_id if message.tool_call_id) ~ ': ' -}}
-{%- if message.reasoning_content -%}{{- '<think>\\n' ~ message.reasoning_content ~ '\\n</think>\\n\\n' -}}{%- endif -%}
-{{- message.content -}}
-{%- for call in message.tool_calls or [] -%}{{- '\\n<tool_call>' ~ call | tojson ~ '</tool_call>' -}}{%- endfor -%}
-{%- if not loop.last or add_generation_prompt -%}{{- '\\n\\n' -}}{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- 'Assistant: ' -}}{%- endif -%}
-"""
-"""Chat template that writes all fields of messages, tools and documents."""
 
 
 def tokenizer_of_pairs(
@@ -62,7 +49,7 @@ def tokenizer_of_pairs(
     turns = chain.from_iterable(pair.prompt for pair in pairs if not isinstance(pair.prompt, str))
     are_long = any(isinstance(response, Turns) for pair in pairs for response in (pair.chosen, pair.rejected))
     if are_long or any(message.fields for message in turns):
-        tokenizer.chat_template = _FIELDS_TEMPLATE
+        tokenizer.chat_template = stored_template("fields")
     return tokenizer
 
 

@@ -19,28 +19,9 @@ from transformers import PreTrainedTokenizerBase
 from rm_optimizer.core.pairs.pair import Message, Prompt
 from rm_optimizer.core.tokens.chat import PROBES, WRITTEN_MARK, ConversationRenderer
 from rm_optimizer.core.tokens.conversation_text import ROLE_NAMES
+from rm_optimizer.core.tokens.template_fields import stored_template
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 
-_PLAIN = """\
-{%- set names = NAMES -%}
-{%- set is_open = add_generation_prompt or messages[-1]['role'] != 'assistant' -%}
-{%- set before = messages if is_open else messages[:-1] -%}
-{{- LEAD ~ OPENING -}}
-{%- if before | length == 1 and before[0]['role'] == 'user' -%}
-{{- before[0]['content'] -}}
-{%- else -%}
-{%- for message in before -%}
-{{- names.get(message['role'], message['role'] | capitalize) ~ ': ' ~ message['content'] -}}
-{%- if not loop.last -%}{{- '\\n\\n' -}}{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{- MIDDLE -}}
-{%- if not is_open -%}
-{{- messages[-1]['content'] -}}
-{%- if not messages[-1]['content'].endswith(END) or not END -%}{{- END -}}{%- endif -%}
-{%- endif -%}
-"""
-"""Template of `chat.plain_prompt`'s form, or of text pairs, with the special tokens around it."""
 FORMS = ("plain", "pair")
 """Input forms of a reward model without a chat template: `chat.plain_prompt`, and a tokenizer's text pair."""
 _ENOUGH = 1 << 20
@@ -168,11 +149,7 @@ def _find(ids: list[int], part: list[int], start: int) -> int:
 
 def _without_template(lead: str, opening: str, middle: str, end: str) -> str:
     """A chat template that writes lead, opening, prompt, middle, response and end."""
-    template = _PLAIN.replace("NAMES", json.dumps(ROLE_NAMES))
-    parts = {"LEAD": lead, "OPENING": opening, "MIDDLE": middle, "END": end}
-    for name, text in parts.items():
-        template = template.replace(name, json.dumps(text, ensure_ascii=False))
-    return template
+    return stored_template("plain", NAMES=ROLE_NAMES, LEAD=lead, OPENING=opening, MIDDLE=middle, END=end)
 
 
 def plain_agreement(
