@@ -21,8 +21,8 @@ from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError, TrainingDiverged
 from rm_optimizer.experiments.optimizer_comparison import arm_trial, stages
 from rm_optimizer.experiments.optimizer_comparison.findings import ComparisonFindings, across_datasets, findings
-from rm_optimizer.experiments.optimizer_comparison.setting import Frozen, pairs_file
-from rm_optimizer.experiments.optimizer_comparison.stages import Stages, chosen_rate, freeze, next_rate, rate_grid
+from rm_optimizer.experiments.optimizer_comparison.setting import Frozen, chosen_rate, next_rate, pairs_file, rate_grid
+from rm_optimizer.experiments.optimizer_comparison.stages import Stages, freeze
 from rm_optimizer.experiments.study import Study
 from rm_optimizer.experiments.trial import InlineExecutor
 from rm_optimizer.interfaces.cli import app
