@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -33,75 +32,44 @@ _ENDINGS = (".parquet", ".jsonl")
 
 
 @dataclass(frozen=True, slots=True)
-class ParquetRows:
-    """Consecutive rows of one row group.
-
-    Args:
-        group: the row group.
-        skip: rows of the group before them.
-        first_row: number of the first one in the file, from 1.
-        num_rows: number of rows.
-    """
-
-    group: int
-    skip: int
-    first_row: int
-    num_rows: int
-
-    def read(self, path: Path, report: Report) -> Iterator[tuple[int, Row]]:
-        """The numbered rows; earlier rows of the group are decoded, a few thousand at a time, and dropped."""
-        numbers, done, stop = itertools.count(self.first_row), 0, self.skip + self.num_rows
-        with pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
-            for batch in file.iter_batches(batch_size=_MOST_ROWS, row_groups=[self.group], use_threads=False):
-                first, last = max(0, self.skip - done), min(batch.num_rows, stop - done)
-                if first < last:
-                    yield from zip(numbers, batch.slice(first, last - first).to_pylist(), strict=False)
-                done += batch.num_rows
-                if done >= stop:
-                    return
-
-
-@dataclass(frozen=True, slots=True)
-class Lines:
-    """Consecutive whole lines.
-
-    Args:
-        start: the byte they start at.
-        stop: the byte after them.
-        first_row: number of the first one in the file, from 1.
-        num_rows: number of rows, blank ones included.
-    """
-
-    start: int
-    stop: int
-    first_row: int
-    num_rows: int
-
-    def read(self, path: Path, report: Report) -> Iterator[tuple[int, Row]]:
-        """The numbered rows."""
-        with path.open("rb") as file:
-            file.seek(self.start)
-            lines = io.BytesIO(file.read(self.stop - self.start))
-        yield from parse_lines(path, lines, report, first_line=self.first_row)
-
-
-Part: TypeAlias = ParquetRows | Lines
-"""Where a block's rows lie in their file."""
-
-
-@dataclass(frozen=True, slots=True)
 class Block:
-    """Rows that one worker reads and tokenizes at once.
+    """Consecutive rows of a file that one worker reads and tokenizes at once.
 
     Args:
         file: number of their file in the stream.
-        part: their position in the file.
         stream_row: rows of the stream before the file.
+        first_row: number of the first one in the file, from 1.
+        num_rows: number of rows, blank lines included.
+        start: byte that the lines start at, or rows of the row group before these.
+        stop: the byte or the row after them.
+        group: row group of a Parquet file; None for lines.
     """
 
     file: int
-    part: Part
     stream_row: int
+    first_row: int
+    num_rows: int
+    start: int
+    stop: int
+    group: int | None = None
+
+    def read(self, path: Path, report: Report) -> Iterator[tuple[int, Row]]:
+        """The numbered rows; earlier rows of a row group are decoded, a few thousand at a time, and dropped."""
+        if self.group is None:
+            with path.open("rb") as lines:
+                lines.seek(self.start)
+                part = io.BytesIO(lines.read(self.stop - self.start))
+            yield from parse_lines(path, part, report, first_line=self.first_row)
+            return
+        numbers, done = itertools.count(self.first_row), 0
+        with pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
+            for batch in file.iter_batches(batch_size=_MOST_ROWS, row_groups=[self.group], use_threads=False):
+                first, last = max(0, self.start - done), min(batch.num_rows, self.stop - done)
+                if first < last:
+                    yield from zip(numbers, batch.slice(first, last - first).to_pylist(), strict=False)
+                done += batch.num_rows
+                if done >= self.stop:
+                    return
 
 
 def stream_files(sources: Sequence[DataSource]) -> tuple[SourceFormat, ...]:
@@ -160,17 +128,17 @@ def blocks_of(files: Sequence[SourceFormat], block_bytes: int = BLOCK_BYTES) -> 
     stream_row = 0
     for index, file in enumerate(files):
         path = Path(file.source.path)
-        cut = _row_group_parts if path.suffix.lower() == ".parquet" else _line_parts
+        cut = _row_group_blocks if path.suffix.lower() == ".parquet" else _line_blocks
         try:
-            parts = list(cut(path, block_bytes))
+            found = list(cut(path, block_bytes, index, stream_row))
         except OSError as error:
             raise DataError(f"{path}: the file cannot be read: {error.strerror or error}") from error
-        blocks += [Block(index, part, stream_row) for part in parts]
-        stream_row += sum(part.num_rows for part in parts)
+        blocks += found
+        stream_row += sum(block.num_rows for block in found)
     return tuple(blocks)
 
 
-def _row_group_parts(path: Path, block_bytes: int) -> Iterator[Part]:
+def _row_group_blocks(path: Path, block_bytes: int, index: int, stream_row: int) -> Iterator[Block]:
     first = 1
     with pq.ParquetFile(path) as file:
         for group in range(file.metadata.num_row_groups):
@@ -178,11 +146,12 @@ def _row_group_parts(path: Path, block_bytes: int) -> Iterator[Part]:
             rows = meta.num_rows
             size = min(_MOST_ROWS, max(1, rows * block_bytes // max(1, meta.total_byte_size)))
             for skip in range(0, rows, size):
-                yield ParquetRows(group, skip, first + skip, min(size, rows - skip))
+                stop = min(skip + size, rows)
+                yield Block(index, stream_row, first + skip, stop - skip, skip, stop, group)
             first += rows
 
 
-def _line_parts(path: Path, block_bytes: int) -> Iterator[Part]:
+def _line_blocks(path: Path, block_bytes: int, index: int, stream_row: int) -> Iterator[Block]:
     start = position = lines = 0
     first, ends_whole = 1, True
     with path.open("rb") as file:
@@ -190,12 +159,13 @@ def _line_parts(path: Path, block_bytes: int) -> Iterator[Part]:
             lines += chunk.count(b"\n")
             last = chunk.rfind(b"\n") + 1
             if last and position + last - start >= block_bytes // 2:
-                yield Lines(start, position + last, first, lines)
+                yield Block(index, stream_row, first, lines, start, position + last)
                 start, first, lines = position + last, first + lines, 0
             position += len(chunk)
             ends_whole = chunk.endswith(b"\n")
     if position > start:
-        yield Lines(start, position, first, lines + (not ends_whole))  # a last line without an end counts
+        lines += not ends_whole  # a last line without an end counts
+        yield Block(index, stream_row, first, lines, start, position)
 
 
 @dataclass(eq=False)
@@ -275,7 +245,7 @@ class BlockReader:
         """
         file = self.files[block.file]
         path = Path(file.source.path)
-        rows = tally.counted(guarded(path, block.part.read(path, tally.report_unread)))
+        rows = tally.counted(guarded(path, block.read(path, tally.report_unread)))
         for number, pair in file.pairs(rows, self.options.kwise_rule, tally):
             if self.held_out_prompts and folded_prompt_id(pair.prompt) in self.held_out_prompts:
                 reason = "its prompt also stands in data.val (case and blanks aside)"

@@ -77,7 +77,7 @@ class RayPreferenceDataset:
     def num_rows(self) -> int:
         """Rows of all files; a row may give no pair, or several."""
         last = self.blocks[-1]
-        return last.stream_row + last.part.first_row - 1 + last.part.num_rows
+        return last.stream_row + last.first_row - 1 + last.num_rows
 
     @cached_property
     def fingerprint(self) -> str:

@@ -42,7 +42,7 @@ class StreamTally:
     def __init__(self, blocks: Sequence[Block] = ()) -> None:
         self._rows_of: Counter[int] = Counter()  # of each file, like the next three
         for block in blocks:
-            self._rows_of[block.file] += block.part.num_rows
+            self._rows_of[block.file] += block.num_rows
         self._num_read: Counter[int] = Counter()
         self._num_rows: Counter[int] = Counter()
         self._causes: defaultdict[int, Counter[str]] = defaultdict(Counter)
@@ -74,7 +74,7 @@ class StreamTally:
         self._kept[block] = len(tokens.pairs)
         self.fingerprints.append(tokens.fingerprints)
         rows, file = tokens.rows, block.file
-        self._num_read[file] += block.part.num_rows
+        self._num_read[file] += block.num_rows
         self._num_rows[file] += rows.num_rows
         self._causes[file] += rows.causes()
         if self._num_read[file] >= min(JUDGED_ROWS, self._rows_of[file]):
