@@ -14,31 +14,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9542,
+    "core": 9308,
     "serving": 4440,
     "landscape": 3841,
-    "training": 3068,
+    "training": 3063,
     "rl_coupling": 2476,
     "reporting": 2637,
     "interfaces": 2487,
-    "experiments": 1685,
+    "experiments": 1684,
     "data_efficiency": 1668,
     "schema": 1115,
     "doctor": 906,
     "explanation": 942,
     "records": 840,
     "optim": 817,
-    "evaluation": 1184,
+    "evaluation": 1176,
     "modules at the top": 471,
 }
 LIMITS: Mapping[str, int] = {
-    "files": 342,
+    "files": 343,
     "files of less than 40 lines": 5,
-    "functions of seven parameters or more": 60,
-    "import lines": 5974,
+    "functions of seven parameters or more": 55,
+    "import lines": 5983,
     "import lines inside functions": 393,
-    "lines of code": 38119,
-    "private functions with one caller": 428,
+    "lines of code": 37871,
+    "private functions with one caller": 426,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -49,23 +49,21 @@ class Head:
     Args:
         form: its form in words.
         names: stored names of its tensors.
-        weights: matrix of each layer in float64, the last of shape (1, …).
-        biases: bias of each layer in float64, zero without one.
+        layers: matrix and bias of each layer in float64, the last matrix of shape (1, …); zero without a bias.
         activation: function between the layers.
         gate: settings of a gated head, whose first matrix has the objectives; empty for others.
     """
 
     form: str
     names: tuple[str, ...]
-    weights: tuple[Tensor, ...]
-    biases: tuple[Tensor, ...]
+    layers: tuple[tuple[Tensor, Tensor], ...]
     activation: str = "relu"
     gate: Mapping[str, Any] = field(default_factory=dict)
 
     def scaled(self, factor: float, constant: float) -> Head:
         """The head whose reward is `factor` times this one's plus a constant, folded into its last layer."""
-        weights = (*self.weights[:-1], factor * self.weights[-1])
-        return replace(self, weights=weights, biases=(*self.biases[:-1], factor * self.biases[-1] + constant))
+        *before, (weight, bias) = self.layers
+        return replace(self, layers=(*before, (factor * weight, factor * bias + constant)))
 
 
 def backbone_prefix(names: Iterable[str], expected: Sequence[str]) -> str:
@@ -141,17 +139,17 @@ def find_head(stored: StoredModel, rest: Mapping[str, StoredTensor], hidden: int
                 "it with --activation, such as relu"
             )
         activation = "relu"
-    weights = [parts[layer["weight"]].read().double() for layer in order]
-    biases = [
-        parts[layer["bias"]].read().double() if "bias" in layer else torch.zeros(len(weight), dtype=torch.float64)
-        for layer, weight in zip(order, weights, strict=True)
-    ]
-    weights[-1], biases[-1] = one_reward(weights[-1], biases[-1], choices.logit)
+    linear = list[tuple[Tensor, Tensor]]()
+    for layer in order:
+        weight = parts[layer["weight"]].read().double()
+        bias = parts[layer["bias"]].read().double() if "bias" in layer else weight.new_zeros(len(weight))
+        linear.append((weight, bias))
+    linear[-1] = one_reward(*linear[-1], choices.logit)
     form = published_form(stem) or "a head"
     if len(order) > 1:
         form = f"{form} of {len(order)} layers with {activation} between them"
     names = tuple(layer[kind] for layer in order for kind in ("weight", "bias") if kind in layer)
-    return Head(form, names, tuple(weights), tuple(biases), activation or "relu")
+    return Head(form, names, tuple(linear), activation or "relu")
 
 
 def _is_chain(layers: Mapping[int, Mapping[str, str]], parts: Mapping[str, StoredTensor], hidden: int) -> bool:
@@ -205,7 +203,7 @@ def _gated(
     }
     transform, regression = values["reward_transform_matrix"], values["regression_layer.weight"]
     objectives = transform.T @ regression.view(len(transform), -1, regression.shape[1]).mean(dim=1)
-    weights, biases = [objectives], [objectives.new_zeros(len(objectives))]
+    layers = [(objectives, objectives.new_zeros(len(objectives)))]
     scale, shift = objectives.new_ones(()), objectives.new_zeros(())
     for index in sorted({int(name.split(".")[2]) for name in values if name.startswith("gating.layers.")}):
         layer = {key: values[name] for key in _NORM if (name := f"gating.layers.{index}.{key}") in values}
@@ -213,16 +211,15 @@ def _gated(
             scale = layer["weight"] / (layer["running_var"] + 1e-5).sqrt()
             shift = layer["bias"] - scale * layer["running_mean"]
         else:
-            weights.append(layer["weight"] * scale)
-            biases.append(layer.get("bias", objectives.new_zeros(())) + (layer["weight"] * shift).sum(dim=1))
+            bias = layer.get("bias", objectives.new_zeros(())) + (layer["weight"] * shift).sum(dim=1)
+            layers.append((layer["weight"] * scale, bias))
             scale, shift = objectives.new_ones(()), objectives.new_zeros(())
-    weights.append(values["gating.logit_scale"] * objectives.new_ones(1, len(objectives)))
-    biases.append(objectives.new_zeros(1))
+    layers.append((values["gating.logit_scale"] * objectives.new_ones(1, len(objectives)), objectives.new_zeros(1)))
     gate = {"temperature": float(config.get("gating_temperature", 10)), "marker": [*marker]}
     form = f"{published_form('gating')} of {len(objectives)} objectives" + (
         f" of {len(regression) // len(objectives)} quantiles (QRM)" if len(regression) > len(objectives) else ""
     )
-    return Head(form, tuple(sorted(parts)), tuple(weights), tuple(biases), gate=gate)
+    return Head(form, tuple(sorted(parts)), tuple(layers), gate=gate)
 
 
 _NORM = ("weight", "bias", "running_mean", "running_var")

@@ -231,10 +231,10 @@ def _stage(
         settings, weights = _settled(head, drop_constant=drop_constant)
         if settings is not None:
             config.reward_head = settings
-        is_linear = len(head.weights) == 1
+        is_linear = len(head.layers) == 1
         if drop_constant and not is_linear:
             raise ConfigError(f"drop_constant is for a linear head, and this is {head.form}; leave it out")
-        record = ImportedModel(form=head.form, head=head.names, constant=float(head.biases[0]) if is_linear else 0.0)
+        record = ImportedModel(form=head.form, head=head.names, constant=float(head.layers[0][1]) if is_linear else 0.0)
         record = replace(record, is_constant_kept=not drop_constant or not record.constant)
     else:
         architectures = stored.config.get("architectures") or [type(skeleton).__name__]
@@ -321,7 +321,7 @@ def _plain_config(stored: StoredModel) -> PretrainedConfig:
 
 def _settled(head: Head, *, drop_constant: bool) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
     """Settings of a separate head, None for a plain linear one, and its weights by name."""
-    layers = list(zip(head.weights, head.biases, strict=True))
+    layers = head.layers
     if head.gate:
         (objectives, _), *gate, (total, _) = layers
         weights = {"score.objectives.weight": objectives, "score.total.weight": total} | _named("score.gate", gate)
