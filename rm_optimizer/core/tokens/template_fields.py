@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-from rm_optimizer.schema.compose import described
+from rm_optimizer.schema.composition import described
 
 Turn: TypeAlias = Mapping[str, Any]
 """Message in the form that chat templates take."""
