@@ -14,7 +14,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypedDict, Unpack
 
 import numpy as np
 
@@ -202,32 +202,37 @@ class Evaluation(JsonRecord):
         return from_values(cls, {**values, "metrics": values})
 
 
+DEFAULT_TOKEN_BUDGET = 16384
+
+
+class EvaluationOptions(TypedDict, total=False):
+    """Options of `evaluate_model` for a saved model too, as keywords."""
+
+    output_dir: str | os.PathLike[str] | None
+    token_budget: int
+    num_bootstrap: int
+    seed: int
+    by: Texts
+    thresholds: Iterable[float]
+
+
 def evaluate_checkpoint(
     source: str | os.PathLike[str],
     data: object,
     *,
-    output_dir: str | os.PathLike[str] | None = None,
     max_length: int | None = None,
     dtype: str | None = None,
-    token_budget: int = 16384,
-    num_bootstrap: int = 1000,
-    seed: int = 0,
-    by: Texts = (),
-    thresholds: Iterable[float] = (),
+    **options: Unpack[EvaluationOptions],
 ) -> Evaluation:
     """`evaluate_model` of a saved model, on this machine's accelerator.
 
     Args:
         source: any model that `BradleyTerryRM.from_pretrained` loads.
         data: the pairs, as `evaluate_model` takes them.
-        output_dir: folder for the files; None writes none.
         max_length: most tokens of a sequence; None means the stored number, or else the model's.
         dtype: type of the weights, see `load_in`.
-        token_budget: most tokens of one pass, padding included.
-        num_bootstrap: number of resamples of prompts for the intervals.
-        seed: seed of the resamples.
-        by: columns of the pairs' metadata whose values are reported separately, in addition to source and subset.
-        thresholds: rewards at which to report the rates of true and false positives.
+        options: `output_dir`, `token_budget`, `num_bootstrap`, `seed`, `by` and `thresholds`, as `evaluate_model` takes
+            them.
 
     Raises:
         CheckpointError: if the model cannot be loaded, differs from its own record, or gives rewards that are not
@@ -239,20 +244,9 @@ def evaluate_checkpoint(
         model = BradleyTerryRM.from_pretrained(os.fspath(source), max_length=max_length, dtype=dtype)
         return model.to(fastest_device())
 
-    data = PreferenceDataset(data)
-    model, turned = load_in(dtype, load, data, token_budget=token_budget, seed=seed)
-    return evaluate_model(
-        model,
-        data,
-        turned=turned,
-        checkpoint=source,
-        output_dir=output_dir,
-        token_budget=token_budget,
-        num_bootstrap=num_bootstrap,
-        seed=seed,
-        by=by,
-        thresholds=thresholds,
-    )
+    data, budget = PreferenceDataset(data), options.get("token_budget", DEFAULT_TOKEN_BUDGET)
+    model, turned = load_in(dtype, load, data, token_budget=budget, seed=options.get("seed", 0))
+    return evaluate_model(model, data, turned=turned, checkpoint=source, **options)
 
 
 def load_in(
@@ -302,7 +296,7 @@ def evaluate_model(
     *,
     checkpoint: str | os.PathLike[str] | None = None,
     output_dir: str | os.PathLike[str] | None = None,
-    token_budget: int = 16384,
+    token_budget: int = DEFAULT_TOKEN_BUDGET,
     num_bootstrap: int = 1000,
     seed: int = 0,
     by: Texts = (),

@@ -121,37 +121,26 @@ class OveroptimizationCurve(JsonRecord, indent=2, rows="points"):
 
     @classmethod
     def of_best_of_n(
-        cls,
-        proxy: ArrayLike,
-        gold: ArrayLike,
-        *,
-        sizes: Sequence[int] | None = None,
-        num_bootstrap: int = 1000,
-        seed: int = 0,
+        cls, proxy: ArrayLike, gold: ArrayLike, *, num_bootstrap: int = 1000, seed: int = 0
     ) -> OveroptimizationCurve:
-        """The curve of best-of-n selection from a pool, at distances `sqrt(log n - (n - 1) / n)`.
+        """The curve of best-of-n selection from a pool, at distances `sqrt(log n - (n - 1) / n)` of powers of 2.
 
         Args:
             proxy: rewards by which the best response is selected, shape (prompts, samples).
             gold: gold rewards of the same responses.
-            sizes: values of n above 1, at least three; None takes powers of 2.
             num_bootstrap: resamples over prompts, at least 2.
             seed: seed of the resamples.
 
         Raises:
             DataError: if a reward is not finite, the shapes differ, or a reward is the same for all responses.
-            ConfigError: if the sizes are too few or outside the pool.
+            ConfigError: if there are fewer than three powers of 2 above 1, the pool's size included.
         """
         proxy, gold = require_both(proxy, gold)
-        num_samples = proxy.shape[1]
-        chosen = sorted({n for n in (powers_of_two(num_samples) if sizes is None else sizes) if n != 1})
-        is_inside = not chosen or 1 < chosen[0] <= chosen[-1] <= num_samples
-        require(is_inside, "sizes", f"lie in 1 … {num_samples}, the responses to each prompt", chosen)
-        means = selected_means(proxy, [proxy, gold], [1, *chosen])
-        gains = (means[:, :, 1:] - means[:, :, :1]) / np.array([_within("proxy", proxy), _within("gold", gold)])[
-            :, None, None
-        ]
-        distances = [math.sqrt(kl_bound(n)) for n in chosen]
+        sizes = powers_of_two(proxy.shape[1])
+        means = selected_means(proxy, [proxy, gold], sizes)
+        spreads = np.array([_within("proxy", proxy), _within("gold", gold)])[:, None, None]
+        gains = (means[:, :, 1:] - means[:, :, :1]) / spreads
+        distances = [math.sqrt(kl_bound(n)) for n in sizes[1:]]
         return _curve(Optimization.best_of_n, distances, gains, num_bootstrap, seed)
 
     @classmethod

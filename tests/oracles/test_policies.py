@@ -127,17 +127,17 @@ def test_an_overoptimization_curve_in_every_number(is_rl: bool):
     else:
         proxy = rng.normal(size=(prompts, 16))
         gold = 0.7 * proxy - 0.3 * np.maximum(proxy - 0.8, 0) * 4 + 0.5 * rng.normal(size=(prompts, 16))
-        curve = OveroptimizationCurve.of_best_of_n(proxy, gold, sizes=[2, 3, 8, 16], num_bootstrap=9, seed=4)
+        curve = OveroptimizationCurve.of_best_of_n(proxy, gold, num_bootstrap=9, seed=4)
         order = np.argsort(proxy, axis=1)
         gains = []
         for kind in (proxy, gold):
             ranked, means = np.take_along_axis(kind, order, axis=1), []
-            for n in (1, 2, 3, 8, 16):
+            for n in (1, 2, 4, 8, 16):
                 share = np.array([math.comb(i, n - 1) for i in range(16)]) / math.comb(16, n)
                 means.append(ranked @ share)
             table = np.stack(means, axis=1)
             gains.append((table[:, 1:] - table[:, :1]) / math.sqrt(kind.var(axis=1, ddof=1).mean()))
-        d, kept = np.sqrt([math.log(n) - 1 + 1 / n for n in (2, 3, 8, 16)]), [0, 1, 2, 3]
+        d, kept = np.sqrt([math.log(n) - 1 + 1 / n for n in (2, 4, 8, 16)]), [0, 1, 2, 3]
 
     def gain(x: np.ndarray, fit: np.ndarray) -> np.ndarray:
         return x * (fit[0] - fit[1] * (np.log(np.maximum(x, 1e-300)) if is_rl else x))

@@ -144,8 +144,7 @@ def test_best_of_n_does_not_depend_on_zero_and_unit_of_a_reward():
             "the gold reward is the same for all responses",
         ),
         (lambda c: c.of_best_of_n(*np.ones((2, 3, 1))), DataError, "at least 2 responses"),
-        (lambda c: c.of_best_of_n(*np.random.rand(2, 3, 16), sizes=[2, 4]), ConfigError, "at least 3 points"),  # noqa: NPY002
-        (lambda c: c.of_best_of_n(*np.random.rand(2, 3, 16), sizes=[2, 4, 32]), ConfigError, "1 … 16"),  # noqa: NPY002
+        (lambda c: c.of_best_of_n(*np.random.rand(2, 3, 4)), ConfigError, "at least 3 points"),  # noqa: NPY002
     ],
 )
 def test_wrong_input_is_refused(call, error, says):

@@ -104,9 +104,7 @@ class AsyncRewardClient(Connection):
         """Close the sessions; a later call opens others."""
         await asyncio.gather(super().close(), *(member.close() for member in self._members))
 
-    async def _first(
-        self, work: Callable[[AsyncRewardClient, Deadline], Coroutine[Any, Any, T]], deadline: Deadline
-    ) -> T:
+    async def _first(self, work: _Work[T], deadline: Deadline) -> T:
         """First result of a server, which comes from the only one or from any of several.
 
         Raises:

@@ -73,9 +73,7 @@ class WorkerLink:
         limits: times after which a silent worker is killed.
     """
 
-    def __init__(
-        self, options: WorkerOptions, committed: Sequence[StagedWeights], limits: WorkerLimits = DEFAULT_LIMITS
-    ) -> None:
+    def __init__(self, options: WorkerOptions, committed: Sequence[StagedWeights], limits: WorkerLimits) -> None:
         self._loop = asyncio.get_running_loop()
         self._limits = limits
         self._ids = itertools.count()
