@@ -9,8 +9,7 @@ from functools import partial
 from rm_optimizer.core.metrics.intervals import wilson_interval
 from rm_optimizer.core.pairs.pair import Prompt, as_messages, folded_words
 from rm_optimizer.core.storage.model_files import TrainedPairs
-from rm_optimizer.core.tokens.audit import DataAudit, audit_pairs
-from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.core.tokens.audit import DataAudit
 from rm_optimizer.core.tokens.content_rules import READINGS
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, judged, skipped
@@ -26,20 +25,6 @@ LENGTH_BIAS = 0.60
 """Accuracy of "the longer response wins" from which a data set gets a warning."""
 MARKER_BIAS = 0.80
 """The same for "the response with a certain word wins"."""
-
-
-def audit_sample(
-    data: Mapping[str, PreferenceDataset], renderer: ConversationRenderer, *, max_pairs: int, seed: int
-) -> DataAudit:
-    """The audit of about `max_pairs` pairs of each data set, from random prompts with all of their pairs.
-
-    Repeats and contradictions are within a prompt, so the estimates of their shares are unbiased.
-    """
-    samples = {}
-    for name, dataset in data.items():
-        is_small = len(dataset) <= max_pairs or len(set(dataset.prompt_ids)) < 2
-        samples[name] = dataset if is_small else dataset.split_by_prompt(max_pairs / len(dataset), seed)[1]
-    return audit_pairs(samples, renderer, renderer.tokenizer.all_special_tokens)
 
 
 def split_leakage(data: Mapping[str, PreferenceDataset]) -> Check:

@@ -13,7 +13,7 @@ import numpy as np
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
 from rm_optimizer.core.storage.model_files import TrainedPairs
-from rm_optimizer.core.tokens.audit import DataAudit
+from rm_optimizer.core.tokens.audit import DataAudit, audit_pairs
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.doctor import data as doctor_data
 from rm_optimizer.doctor import head as doctor_head
@@ -185,10 +185,15 @@ class Examination:
 
     @cached_property
     def audit(self) -> DataAudit:
-        """Audit of a sample of each data set."""
-        return doctor_data.audit_sample(
-            self.data, self.model.renderer, max_pairs=self.max_audited_pairs, seed=self.seed
-        )
+        """Audit of a sample of each data set, of random prompts with all of their pairs.
+
+        Repeats and contradictions are within a prompt, so the estimates of their shares are unbiased.
+        """
+        samples, most, renderer = dict(self.data), self.max_audited_pairs, self.model.renderer
+        for name, dataset in self.data.items():
+            if len(dataset) > most and len(set(dataset.prompt_ids)) > 1:
+                samples[name] = dataset.split_by_prompt(most / len(dataset), self.seed)[1]
+        return audit_pairs(samples, renderer, renderer.tokenizer.all_special_tokens)
 
     @cached_property
     def scored(self) -> doctor_rewards.ScoredPairs:

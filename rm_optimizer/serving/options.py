@@ -107,11 +107,6 @@ class ServeOptions:
             )
 
     @property
-    def has_state(self) -> bool:
-        """True if published weights outlive the process that listens."""
-        return self.replicas > 1 or self.ray or self.state is not None
-
-    @property
     def transport_names(self) -> tuple[str, ...]:
         """The transports, one by one."""
         return tuple(word.strip() for word in self.transports.split(","))

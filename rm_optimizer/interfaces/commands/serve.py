@@ -79,7 +79,7 @@ def kept_state(options: ServeOptions) -> Iterator[ServeOptions]:
     Raises:
         ConfigError: if another server holds the folder.
     """
-    if not options.has_state:
+    if options.replicas == 1 and not options.ray and options.state is None:
         yield options
         return
     folder = Path(tempfile.mkdtemp(prefix="rm-state-")) if options.state is None else options.state.resolve()

@@ -302,7 +302,10 @@ class RewardClient(ClientArguments, Scorer):
         try:
             self._run(lambda client: client.connect())
             if check is not None:
-                self.require_rewards_of(check)
+                from rm_optimizer.explanation.explain import explain_difference
+
+                if not (found := explain_difference(check, self)).agrees:
+                    raise HandshakeFailed(str(found))
         except HandshakeFailed:
             self.close()
             if check is not None and self.renderer is not None:  # the cause, found by the server's own rendering
@@ -311,22 +314,6 @@ class RewardClient(ClientArguments, Scorer):
         except BaseException:
             self.close()
             raise
-
-    def require_rewards_of(self, model: object, *, texts: Any = None) -> None:
-        """Compare the server with a model on the built-in conversations and given ones.
-
-        Args:
-            model: folder, hub id, run or `BradleyTerryRM`.
-            texts: further conversations, as `explain_difference` takes them.
-
-        Raises:
-            HandshakeFailed: if the server gives other rewards; the text names the cause, the evidence and the remedy.
-        """
-        from rm_optimizer.explanation.explain import explain_difference
-
-        found = explain_difference(model, self, texts=texts)
-        if not found.agrees:
-            raise HandshakeFailed(str(found))
 
     @property
     def version(self) -> str:
