@@ -228,11 +228,11 @@ def test_the_fit_that_ships_is_the_one_of_the_test_that_is_stored_here():
     assert list(fitted.provenance.fitted_worlds) == choice["development"] == [*readiness.DEVELOPMENT]
     assert fitted.provenance.num_tested == validation["num_models"] == 288
     assert fitted.outcomes.keys() == choice["fits"].keys() == readiness.OUTCOMES.keys()
-    assert fitted.of("rloo_kl").tau.value == tau_of(validation, SCORE, "rloo_kl_6")["tau"]["value"]
+    assert fitted.outcomes["rloo_kl"].tau.value == tau_of(validation, SCORE, "rloo_kl_6")["tau"]["value"]
     for algorithm, outcome in fitted.outcomes.items():
         assert [term.name for term in outcome.features] == [
             term.partition("@")[0] for term in readiness.terms_of(choice, algorithm)
         ]
         best = {term.name: Estimate(term.high, None, 1) for term in outcome.features}
         worst = {term.name: Estimate(term.low, None, 1) for term in outcome.features}
-        assert fitted.score(best, algorithm).value > fitted.score(worst, algorithm).value
+        assert outcome.score(best).value > outcome.score(worst).value

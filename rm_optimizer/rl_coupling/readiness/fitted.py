@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -11,7 +11,6 @@ from importlib.resources import files
 from scipy.special import ndtri
 
 from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate, IntervalKind
-from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.codec import JsonRecord
 
 PACKAGED = "fitted_v1.json"
@@ -61,6 +60,25 @@ class FittedOutcome:
     cut_points: tuple[float, ...]
     tau: Estimate
 
+    def score(self, features: Mapping[str, Estimate]) -> Estimate:
+        """Predicted outcome with a 95 % prediction interval.
+
+        Its variance comes from the features' errors, taken as independent, and from the prediction errors on reward
+        models that were not fitted. Distance between the fitted worlds and reality is not in it.
+
+        Args:
+            features: measured features by name, finite; those that are not terms are left alone.
+        """
+        value, variance, num = self.intercept, self.residual_std**2, 0
+        for term in self.features:
+            found, slope = features[term.name], term.weight / term.std
+            value += slope * (found.value - term.mean)
+            variance += (slope * (found.standard_error or 0.0)) ** 2
+            num = min(num or found.num_samples, found.num_samples)
+        error = math.sqrt(variance)
+        half = float(ndtri(0.5 + CONFIDENCE / 2)) * error
+        return Estimate(value, error, num, value - half, value + half, IntervalKind.normal)
+
 
 @dataclass(frozen=True)
 class FitProvenance:
@@ -101,53 +119,9 @@ class FittedReadiness(JsonRecord, indent=2, ensure_ascii=False):
     outcomes: Mapping[str, FittedOutcome]
     provenance: FitProvenance
 
-    def score(self, features: Mapping[str, Estimate], algorithm: str) -> Estimate:
-        """Predicted outcome with a 95 % prediction interval.
-
-        Its variance comes from the features' errors, taken as independent, and from the prediction errors on reward
-        models that were not fitted. Distance between the fitted worlds and reality is not in it.
-
-        Args:
-            features: measured features by name; those that are not terms are left alone.
-            algorithm: key of the outcome.
-
-        Raises:
-            ConfigError: if the fit has no such outcome, or a feature is missing or has no finite value.
-        """
-        fit = self.of(algorithm)
-        value, variance, num = fit.intercept, fit.residual_std**2, 0
-        for term in fit.features:
-            found = features.get(term.name)
-            if found is None or not math.isfinite(found.value):
-                raise ConfigError(f"readiness {self.version} needs the feature {term.name!r}, which was not measured")
-            slope = term.weight / term.std
-            value += slope * (found.value - term.mean)
-            variance += (slope * (found.standard_error or 0.0)) ** 2
-            num = min(num or found.num_samples, found.num_samples)
-        error = math.sqrt(variance)
-        half = float(ndtri(0.5 + CONFIDENCE / 2)) * error
-        return Estimate(value, error, num, value - half, value + half, IntervalKind.normal)
-
-    def of(self, algorithm: str) -> FittedOutcome:
-        """The prediction for an algorithm.
-
-        Raises:
-            ConfigError: if the fit does not cover it.
-        """
-        if algorithm not in self.outcomes:
-            raise ConfigError(
-                f"readiness {self.version} predicts {', '.join(self.outcomes)}; it was not validated for {algorithm!r}"
-            )
-        return self.outcomes[algorithm]
-
-    def outside(self, features: Mapping[str, Estimate], algorithm: str) -> Sequence[str]:
-        """Names of the features whose values lie outside the fit's."""
-        terms = self.of(algorithm).features
-        return [term.name for term in terms if not term.low <= features[term.name].value <= term.high]
-
 
 @cache
-def fitted_readiness() -> FittedReadiness | None:
-    """The fit that ships with the package; None where this version has none."""
+def fitted_readiness() -> FittedReadiness:
+    """The fit that ships with the package."""
     file = files("rm_optimizer.rl_coupling.readiness") / PACKAGED
-    return FittedReadiness.from_json(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return FittedReadiness.from_json(file.read_text(encoding="utf-8"))

@@ -141,8 +141,8 @@ def measure_readiness(
 
 def probe_sizes(algorithm: Algorithm | str, most: int) -> list[int]:
     """Numbers of responses that probes pick from, at most `most`: the fitted score's, or the usual one."""
-    fit = fitted_readiness()
-    terms = () if fit is None or algorithm not in fit.outcomes else fit.of(algorithm).features
+    outcome = fitted_readiness().outcomes.get(algorithm)
+    terms = () if outcome is None else outcome.features
     sizes = [int(term.name.removeprefix("probe_")) for term in terms if term.name.startswith("probe_")]
     return list(dict.fromkeys(min(size, most) for size in sizes or [PROBE_SIZE]))
 
@@ -163,7 +163,7 @@ class _Measurement:
     algorithm: Algorithm
     prompts: Sequence[Prompt] | None
     options: ReadinessOptions
-    fit: FittedReadiness | None
+    fit: FittedReadiness
     found: dict[str, Estimate] = field(default_factory=dict)
     unscored: dict[str, Estimate] = field(default_factory=dict)
     gates: tuple[Check, ...] = ()

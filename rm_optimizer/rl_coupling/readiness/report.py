@@ -184,7 +184,7 @@ class Evidence:
     unscored: Mapping[str, Estimate] = field(default_factory=dict)
 
 
-def conclude(evidence: Evidence, fit: FittedReadiness | None) -> RLReadinessReport:
+def conclude(evidence: Evidence, fit: FittedReadiness) -> RLReadinessReport:
     """Decide whether a reward model is good enough for an algorithm.
 
     A failed gate, rewards that rank no responses, or picks that are hardly better than other responses, decide against
@@ -196,12 +196,12 @@ def conclude(evidence: Evidence, fit: FittedReadiness | None) -> RLReadinessRepo
 
     Args:
         evidence: the measurements.
-        fit: the fitted score; None if this version has no fit.
+        fit: the fitted score.
     """
     score, cautions = _scored(evidence, fit)
     obstacles = _obstacles(evidence)
     limits = _limits(evidence)
-    outcome = None if score is None or fit is None else fit.of(evidence.algorithm)
+    outcome = None if score is None else fit.outcomes[evidence.algorithm]
     components = {  # change of the prediction by each feature, against a reward model of average features
         term.name: term.weight * (evidence.features[term.name].value - term.mean) / term.std
         for term in (outcome.features if outcome is not None else ())
@@ -210,11 +210,10 @@ def conclude(evidence: Evidence, fit: FittedReadiness | None) -> RLReadinessRepo
         verdict, basis = ReadinessVerdict.not_recommended, obstacles[0][0]
     elif (undecided := _undecided(evidence)) is not None:
         verdict, basis = ReadinessVerdict.unknown, undecided
-        if fit is not None and outcome is not None:
+        if outcome is not None:
             rates = {f"probe_{each.n}": each.win_rate for each in evidence.probes}
             ends = {name: replace(rate, value=rate.high) for name, rate in rates.items() if rate.high is not None}
-            best = fit.score({**evidence.features, **ends}, evidence.algorithm)
-            highest, place = _placed(best, outcome)
+            highest, place = _placed(outcome.score({**evidence.features, **ends}), outcome)
             if highest is ReadinessVerdict.not_recommended:
                 verdict, basis = highest, f"{undecided}; at the upper ends of the intervals, {place}"
     elif score is None or outcome is None:
@@ -242,15 +241,13 @@ def conclude(evidence: Evidence, fit: FittedReadiness | None) -> RLReadinessRepo
     )
 
 
-def _scored(evidence: Evidence, fit: FittedReadiness | None) -> tuple[Estimate | None, list[str]]:
+def _scored(evidence: Evidence, fit: FittedReadiness) -> tuple[Estimate | None, list[str]]:
     """The fitted score, or None, with what to bear in mind about it."""
     algorithm, features = evidence.algorithm, evidence.features
-    if fit is None:
-        return None, ["this version has no fitted score"]
     if algorithm not in fit.outcomes:
         known = ", ".join(fit.outcomes)
         return None, [f"the fitted score {fit.version} is validated for {known}, not for {algorithm}"]
-    outcome = fit.of(algorithm)
+    outcome = fit.outcomes[algorithm]
     measured = {name for name, value in features.items() if math.isfinite(value.value)}
     missing = [term.name for term in outcome.features if term.name not in measured]
     if missing:
@@ -266,9 +263,10 @@ def _scored(evidence: Evidence, fit: FittedReadiness | None) -> tuple[Estimate |
             f"{far.value:.0%} of the policy's responses are unlike the labeled pairs, where the study had pairs of the "
             "policy's own; label such pairs (rm-opt select) and measure again",
         )
-    if outside := fit.outside(features, algorithm):
+    outside = [term.name for term in outcome.features if not term.low <= features[term.name].value <= term.high]
+    if outside:
         cautions.insert(0, f"the score extrapolates: {', '.join(outside)} lies outside what the study saw")
-    return fit.score(features, algorithm), cautions
+    return outcome.score(features), cautions
 
 
 def _obstacles(evidence: Evidence) -> list[tuple[str, str]]:

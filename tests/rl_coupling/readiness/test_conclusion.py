@@ -121,15 +121,14 @@ def test_spread_counts_for_the_algorithm_that_does_not_rescale_it(algorithm, fea
 
 
 @pytest.mark.parametrize(
-    ("fit", "change", "words"),
+    ("change", "words"),
     [
-        (None, {}, "no fitted score"),
-        (FIT, {"algorithm": Algorithm.ppo_kl}, "validated for bon, rloo_kl, grpo, not for ppo_kl"),
-        (FIT, {"features": evidence(probe_64=0.9, accuracy_relative=None).features}, "needs accuracy_relative"),
+        ({"algorithm": Algorithm.ppo_kl}, "validated for bon, rloo_kl, grpo, not for ppo_kl"),
+        ({"features": evidence(probe_64=0.9, accuracy_relative=None).features}, "needs accuracy_relative"),
     ],
 )
-def test_without_a_score_nothing_is_known_and_it_says_why(fit, change, words):
-    found = conclude(replace(evidence(probe_64=0.9), **change), fit)
+def test_without_a_score_nothing_is_known_and_it_says_why(change, words):
+    found = conclude(replace(evidence(probe_64=0.9), **change), FIT)
     assert (found.verdict, found.score) == (ReadinessVerdict.unknown, None)
     assert words in found.cautions[0]
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.errors import ConfigError
 from rm_optimizer.rl_coupling.readiness.fitted import (
     FitProvenance,
     FittedFeature,
@@ -30,25 +29,12 @@ def test_score_is_linear_with_the_errors_of_features_and_fit():
         "probe_64": Estimate(0.9, 0.04, 64),
         "other": Estimate(1, None, 1),
     }
-    found = FIT.score(features, "rloo_kl")
+    found = FIT.outcomes["rloo_kl"].score(features)
     assert found.value == pytest.approx(1.0 + 0.5 + 0.5)
     assert found.standard_error == pytest.approx(math.sqrt(0.3**2 + 0.1**2 + 0.2**2))
     assert found.high - found.low == pytest.approx(2 * 1.959964 * found.standard_error)
     assert found.num_samples == 40
-    assert FIT.outside(features, "rloo_kl") == []
-    assert FIT.outside(features | {"accuracy": Estimate(0.95, None, 1)}, "rloo_kl") == ["accuracy"]
 
 
 def test_fit_is_read_as_it_was_written():
     assert FittedReadiness.from_json(FIT.to_json()) == FIT
-
-
-@pytest.mark.parametrize("features", [{}, {"accuracy": Estimate(math.nan, None, 0), "probe_64": Estimate(1, None, 1)}])
-def test_missing_features_are_named(features):
-    with pytest.raises(ConfigError, match="needs the feature 'accuracy'"):
-        FIT.score(features, "rloo_kl")
-
-
-def test_unvalidated_algorithms_are_refused():
-    with pytest.raises(ConfigError, match="not validated for 'grpo'"):
-        FIT.of("grpo")
