@@ -16,7 +16,6 @@ from rm_optimizer.core.storage.model_files import TrainedPairs
 from rm_optimizer.core.tokens.audit import DataAudit, audit_pairs
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.doctor import data as doctor_data
-from rm_optimizer.doctor import head as doctor_head
 from rm_optimizer.doctor import model as doctor_model
 from rm_optimizer.doctor import rewards as doctor_rewards
 from rm_optimizer.doctor import text as doctor_text
@@ -33,10 +32,10 @@ _BUILT_IN: dict[Needs, tuple[Callable[..., Check], ...]] = {
     "files": (
         *(doctor_text.pad_token, doctor_text.tokenizer_file, doctor_text.special_tokens, doctor_text.template_date),
         *(doctor_text.plain_rendering, doctor_text.rendered_together, doctor_text.truncation),
-        *(doctor_head.single_label, doctor_head.raw_reward),
+        *(doctor_model.single_label, doctor_model.raw_reward),
     ),
     "model": (
-        *(doctor_head.head_init, doctor_head.adapter_trained, doctor_head.head_dtype, doctor_head.head_trainable),
+        *(doctor_model.head_init, doctor_model.adapter_trained, doctor_model.head_dtype, doctor_model.head_trainable),
         *(doctor_model.padding, doctor_model.plain_forward, doctor_model.batch, doctor_model.prefix_sharing),
         *(doctor_model.dropout, doctor_model.attention_kernel, doctor_model.save_reload),
         doctor_rewards.reward_spread,
@@ -171,12 +170,12 @@ class Examination:
     @cached_property
     def finite(self) -> Check:
         """The check that all weights are finite, which others wait for."""
-        return doctor_head.finite_weights(self.model)
+        return doctor_model.finite_weights(self.model)
 
     @cached_property
     def is_fresh(self) -> bool:
         """True if the head has its initial weights."""
-        return doctor_head.is_head_fresh(self.model)
+        return doctor_model.is_head_fresh(self.model)
 
     @cached_property
     def probe(self) -> list[tuple[int, ...]]:

@@ -30,7 +30,6 @@ from rm_optimizer.core.storage.model_files import TrainedPairs
 from rm_optimizer.core.tokens.padding import PadChoice, set_pad_token_id
 from rm_optimizer.core.tokens.tokenizer import train_tokenizer
 from rm_optimizer.doctor import data as doctor_data
-from rm_optimizer.doctor import head as doctor_head
 from rm_optimizer.doctor import model as doctor_model
 from rm_optimizer.doctor import rewards as doctor_rewards
 from rm_optimizer.doctor import text as doctor_text
@@ -156,10 +155,10 @@ def test_a_stored_model_is_fresh_until_its_head_moves(tmp_path):
     model = fresh_reward_model("llama", max_length=128, seed=5)
     model.save_pretrained(tmp_path / "model")
     again = BradleyTerryRM.from_pretrained(tmp_path / "model")
-    assert doctor_head.is_head_fresh(again)
+    assert doctor_model.is_head_fresh(again)
     with torch.no_grad():
         again.reward_head.weight[0, 0] += 1e-4
-    assert not doctor_head.is_head_fresh(again)
+    assert not doctor_model.is_head_fresh(again)
 
 
 def test_pairs_that_were_trained_on_are_told(data):
@@ -302,7 +301,7 @@ def test_a_broken_model_fails_the_checks_of_what_was_broken(broken, model):
 
 def test_a_head_without_a_gradient_does_not_learn_from_a_pair(model, monkeypatch):
     monkeypatch.setattr(type(model), "forward", lambda self, ids, mask: 0.0 * self.reward_head.weight.sum() + ids[:, 0])
-    check = doctor_head.head_trainable(model, [(1, 2), (3, 4), (5, 6)])
+    check = doctor_model.head_trainable(model, [(1, 2), (3, 4), (5, 6)])
     assert (check.status, check.measured) == (Status.fail, 0.0)
 
 
