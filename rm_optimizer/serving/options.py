@@ -117,14 +117,9 @@ class ServeOptions:
         return self.served_model_name if self.served_model_name is not None else name_of(self.checkpoint)
 
     @property
-    def is_local(self) -> bool:
-        """True if only this machine reaches the server."""
-        return is_loopback(self.host)
-
-    @property
     def checks_host(self) -> bool:
         """True if the `Host` of requests must be this machine, since no key keeps web pages of other names out."""
-        return self.is_local and self.api_key is None
+        return is_loopback(self.host) and self.api_key is None
 
     @property
     def url(self) -> str:
@@ -134,7 +129,7 @@ class ServeOptions:
     @property
     def warning(self) -> str | None:
         """Likely mistake in the options, in one sentence."""
-        if self.is_local or self.api_key is not None:
+        if is_loopback(self.host) or self.api_key is not None:
             return None
         may_replace = " and replace the weights" if self.takes_updates and self.update_key is None else ""
         hint = ", or --no-updates to keep the weights" if may_replace else ""
