@@ -147,6 +147,7 @@ class Gate:
     def __post_init__(self) -> None:
         self.requests = FairShare(most_connections() // 2)  # the other half answers probes and refusals
         self.bytes = FairShare(MAX_OPEN_BYTES)
+        self.checks_host = self.options.checks_host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer with its refusal; requests are counted by route and status.
@@ -191,7 +192,7 @@ class Gate:
     def _refused(self, scope: Scope) -> ApiError | None:
         """Reason to refuse a request by its head; None lets it pass."""
         found = header_size_check(scope)
-        if found is None and self.options.checks_host:
+        if found is None and self.checks_host:
             found = local_host_check(scope)
         return found or self._bearer_check(scope)
 
