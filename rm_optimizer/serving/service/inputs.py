@@ -42,9 +42,9 @@ class RenderedTexts:
         written = [*ends, *(token for token in added if token in self._tail)]
         self._back = _leading([token[::-1] for token in written if token])  # of the text from its end
         self._front = _leading([*ends, tokenizer.bos_token, tokenizer.cls_token])
-        self._head = rendered[: self._start(rendered)]
+        self._head = rendered[: self._front(rendered)]
         decoded = tokenizer.decode(list(renderer.encode(_PROMPT, _RESPONSE).ids))
-        start = self._start(decoded)
+        start = self._front(decoded)
         # True if decoding writes a blank between the first special token and the text that follows.
         self._has_gap = start > 0 and decoded.startswith(" ", start) and not rendered.startswith(f"{self._head} ")
         self._opening = self._generation = rendered.partition(_PROMPT)[2].partition(_RESPONSE)[0]
@@ -63,13 +63,13 @@ class RenderedTexts:
         Raises:
             ConversationRefused: if the chat template changes an answer whose beginning is unknown, or refuses it.
         """
-        start = self._start(text)
+        start = self._front(text)
         if self._has_gap and start and text[start : start + 1] == " ":
             start += 1
-        body = text[start : self._end(text, start)]
+        body = text[start : len(text) - self._back(text[start:][::-1])]  # blanks before the end stay
         if not body.strip():
             return ""
-        before = prompt[self._start(prompt) :] if isinstance(prompt, str) and len(prompt) <= len(text) else ""
+        before = prompt[self._front(prompt) :] if isinstance(prompt, str) and len(prompt) <= len(text) else ""
         present = next(size for size in range(len(self._tail), -1, -1) if body.endswith(self._tail[:size]))
         return self._head + self._last_turn(body[: len(body) - present], before) + self._tail
 
@@ -93,23 +93,12 @@ class RenderedTexts:
             f"`prompts` with the text up to the answer and {mark!r} at its end, or use /rm/score; got {body[:60]!r}"
         )
 
-    def _start(self, text: str) -> int:
-        """Index after the last of the leading special tokens."""
-        found = self._front.match(text)
-        assert found is not None, "the pattern matches the empty text"
-        return found.end()
 
-    def _end(self, text: str, start: int) -> int:
-        """Index of the first of the trailing special tokens; blanks before it belong to the response."""
-        found = self._back.match(text[start:][::-1])
-        assert found is not None, "the pattern matches the empty text"
-        return len(text) - found.end()
-
-
-def _leading(tokens: Sequence[str | None]) -> re.Pattern[str]:
-    """Pattern of leading special tokens, with blanks between them; no token is matched by its own prefix."""
+def _leading(tokens: Sequence[str | None]) -> Callable[[str], int]:
+    """Function for the length of leading special tokens, with blanks between them; none is matched by its prefix."""
     distinct = sorted({token for token in tokens if token}, key=len, reverse=True)
-    return re.compile(rf"(?:\s*?(?:{'|'.join(map(re.escape, distinct))}))*+")
+    pattern = re.compile(rf"(?:\s*?(?:{'|'.join(map(re.escape, distinct))}))*+")
+    return lambda text: next(pattern.finditer(text)).end()  # which at least matches the empty text
 
 
 MAX_CHARACTERS_A_TOKEN = 64
