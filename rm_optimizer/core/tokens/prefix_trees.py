@@ -113,9 +113,4 @@ def common_starts(sequences: Sequence[NDArray[np.int32]]) -> list[list[int]]:
 
 def unique_tokens(sequences: Sequence[NDArray[np.int32]]) -> int:
     """Number of tokens of the sequences, where the common start of a group counts once."""
-    total = sum(map(len, sequences))
-    for group in common_starts(sequences):
-        if len(group) > 1:
-            depth = min(shared_length(sequences[group[0]], sequences[index]) for index in group[1:])
-            total -= depth * (len(group) - 1)
-    return total
+    return sum(prefix_tree([sequences[i] for i in group]).num_tokens for group in common_starts(sequences))

@@ -6,14 +6,15 @@ import asyncio
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rm_optimizer.core.tokens.prefix_trees import LEAST_SHARED, common_starts
+from rm_optimizer.core.tokens.prefix_trees import LEAST_SHARED, common_starts, prefix_tree
 from rm_optimizer.errors import EngineUnavailable
 from rm_optimizer.serving.engine import Engine, ScoredBatch
 from rm_optimizer.serving.service.api_errors import Overloaded
@@ -198,15 +199,14 @@ class Batcher:
             )
 
     def _enqueue(self, request: _Request, indices: Sequence[int]) -> None:
-        rows = [np.array(request.sequences[index], dtype=np.int32) for index in indices]
-        groups = common_starts(rows) if self._shares_prompts else [[i] for i in range(len(rows))]
+        rows = {index: np.array(request.sequences[index], dtype=np.int32) for index in indices}
+        groups = common_starts([*rows.values()]) if self._shares_prompts else [[i] for i in range(len(rows))]
         place = self._place
         for group in groups:
-            for part in _cut([indices[i] for i in group], request.sequences, 2 * self._batch_tokens):
+            for part in _cut([indices[i] for i in group], rows, 2 * self._batch_tokens):
                 first = request.sequences[part[0]]
                 start = first[:LEAST_SHARED] if len(first) > LEAST_SHARED else ()
-                depth = _shared([request.sequences[index] for index in part])
-                tokens = sum(len(request.sequences[index]) for index in part) - depth * (len(part) - 1)
+                tokens = prefix_tree([rows[index] for index in part]).num_tokens
                 self._queue.append(_Unit(place, request, part, tokens, start))
                 place += tokens
                 request.open_units += 1
@@ -292,21 +292,12 @@ def _fail_all(units: Sequence[_Unit], error: EngineUnavailable) -> None:
             unit.request.answer.set_exception(error)
 
 
-def _shared(sequences: Sequence[tuple[int, ...]]) -> int:
-    """Tokens that two or more sequences have in common at their start; 0 for one."""
-    if len(sequences) < 2:
-        return 0
-    first, last = min(sequences), max(sequences)  # sorted neighbors share longer starts
-    shortest = min(map(len, sequences))
-    return next((place for place in range(shortest) if first[place] != last[place]), shortest)
-
-
-def _cut(group: list[int], sequences: Sequence[tuple[int, ...]], most_tokens: int) -> list[list[int]]:
+def _cut(group: list[int], rows: Mapping[int, NDArray[np.int32]], most_tokens: int) -> list[list[int]]:
     """Parts of a group of at most `most_tokens` tokens, so that no unit delays the others for long."""
-    depth = _shared([sequences[index] for index in group])
+    depth = len(prefix_tree([rows[index] for index in group]).prefix)
     parts, room = list[list[int]](), 0
     for index in group:
-        own = len(sequences[index]) - depth
+        own = len(rows[index]) - depth
         if not parts or own > room:
             parts.append([])
             room = most_tokens - depth
