@@ -32,6 +32,8 @@ from rm_optimizer.rl_coupling.out_of_distribution import OODDetection, conformal
 from rm_optimizer.schema.checks import require
 
 _log = logging.getLogger("rm_optimizer")
+MemberRewards = Float[np.ndarray, "members sequences"]
+"""Rewards of responses by each member."""
 
 
 class Aggregation(StrEnum):
@@ -242,7 +244,7 @@ class RewardModelEnsemble(Scorer):
             self._saved.release()
         return digest([digests, json_values(self.reference), self.aggregation.value, self.penalty])
 
-    def member_rewards(self, prompts: Prompts, responses: Texts) -> Float[np.ndarray, "members sequences"]:
+    def member_rewards(self, prompts: Prompts, responses: Texts) -> MemberRewards:
         """Raw rewards of the responses by each member.
 
         Raises:
@@ -251,9 +253,7 @@ class RewardModelEnsemble(Scorer):
         """
         return self._scored(prompts, responses)[0]
 
-    def _scored(
-        self, prompts: Prompts, responses: Texts
-    ) -> tuple[Float[np.ndarray, "members sequences"], Bool[np.ndarray, "sides sequences"]]:
+    def _scored(self, prompts: Prompts, responses: Texts) -> tuple[MemberRewards, Bool[np.ndarray, "sides sequences"]]:
         """Raw rewards by each member, and a mask of prompts and responses that a member in this process has cut."""
         prompts, responses = paired(prompts, responses)
         rewards = np.zeros((len(self), len(responses)))
@@ -348,7 +348,7 @@ class RewardModelEnsemble(Scorer):
         combined = aggregate(rewards, self.aggregation, self.penalty)
         return self._predicted(rewards), CountedRewards(combined.tolist(), *is_cut.sum(axis=1).tolist())
 
-    def _predicted(self, rewards: Float[np.ndarray, "members sequences"]) -> list[EnsemblePrediction]:
+    def _predicted(self, rewards: MemberRewards) -> list[EnsemblePrediction]:
         limit = self.threshold
         return [
             EnsemblePrediction(mean, std, own, None if limit is None else std > limit)
@@ -407,7 +407,7 @@ class RewardModelEnsemble(Scorer):
         """
         return self.predict_counted(prompts, responses)[1]
 
-    def _standardized(self, rewards: Float[np.ndarray, "members sequences"]) -> Float[np.ndarray, "members sequences"]:
+    def _standardized(self, rewards: MemberRewards) -> MemberRewards:
         if self.reference is None:
             if not self._has_warned:
                 _log.warning(
@@ -430,15 +430,13 @@ class RewardModelEnsemble(Scorer):
         return f"member {number + 1} of the ensemble ({name})"
 
 
-def _over_members(values: Float[np.ndarray, "members sequences"]) -> Iterator[tuple[float, float, tuple[float, ...]]]:
+def _over_members(values: MemberRewards) -> Iterator[tuple[float, float, tuple[float, ...]]]:
     """Mean, standard deviation and single values of each sequence over the members."""
     means, stds = values.mean(axis=0), values.std(axis=0, ddof=1)
     return zip(means.tolist(), stds.tolist(), map(tuple, values.T.tolist()), strict=True)
 
 
-def aggregate(
-    rewards: Float[np.ndarray, "members sequences"], aggregation: Aggregation, penalty: float
-) -> Float[np.ndarray, " sequences"]:
+def aggregate(rewards: MemberRewards, aggregation: Aggregation, penalty: float) -> Float[np.ndarray, " sequences"]:
     """Combine the members' rewards of each response.
 
     Example:

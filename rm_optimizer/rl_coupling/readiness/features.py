@@ -33,11 +33,15 @@ from rm_optimizer.schema.checks import require
 WORST_SLICE_QUANTILE = 0.2
 """Quantile over slices that represents the worst ones, as in PPE (Frick et al., 2024, arXiv:2410.14872)."""
 Clusters = Sequence[int] | Sequence[str] | np.ndarray
+Margins = Float[np.ndarray, " pairs"]
+"""Reward of `chosen` less the reward of `rejected`."""
+Labels = Float[np.ndarray, " pairs"] | None
+"""Probability that `chosen` is the better one; none is 1."""
+Pool = Float[np.ndarray, "prompts samples"]
+"""Numbers of equally many responses to each prompt."""
 
 
-def pair_accuracy(
-    margin: Float[np.ndarray, " pairs"], prompt: Clusters, label: Float[np.ndarray, " pairs"] | None = None
-) -> Estimate:
+def pair_accuracy(margin: Margins, prompt: Clusters, label: Labels = None) -> Estimate:
     """Share of pairs whose better response has the higher reward, ties one half; pairs labeled 0.5 are left out.
 
     Args:
@@ -49,9 +53,7 @@ def pair_accuracy(
     return clustered_share(agreed[kept], np.asarray(prompt)[kept])
 
 
-def agreement(
-    margin: Float[np.ndarray, " pairs"], label: Float[np.ndarray, " pairs"] | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+def agreement(margin: Margins, label: Labels = None) -> tuple[np.ndarray, np.ndarray]:
     """Return 1, 0.5 or 0 for each pair that is ranked as labeled, tied or reversed, and which pairs are decided."""
     margin = finite_array(margin, "margins", ["pair"])
     side = np.ones_like(margin) if label is None else np.sign(np.asarray(label) - 0.5)
@@ -59,10 +61,10 @@ def agreement(
 
 
 def worst_slice_accuracy(
-    margin: Float[np.ndarray, " pairs"],
+    margin: Margins,
     slices: Clusters,
     prompt: Clusters,
-    label: Float[np.ndarray, " pairs"] | None = None,
+    label: Labels = None,
     *,
     num_bootstrap: int = 1000,
     seed: int = 0,
@@ -133,12 +135,7 @@ class TemperedScores:
 
 
 def tempered_scores(
-    margin: Float[np.ndarray, " pairs"],
-    prompt: Clusters,
-    label: Float[np.ndarray, " pairs"] | None = None,
-    *,
-    num_bootstrap: int = 1000,
-    seed: int = 0,
+    margin: Margins, prompt: Clusters, label: Labels = None, *, num_bootstrap: int = 1000, seed: int = 0
 ) -> TemperedScores:
     """NLL and Brier score after temperature scaling, fitted on one half of the prompts and scored on the other.
 
@@ -166,9 +163,7 @@ def tempered_scores(
     return TemperedScores(fit_temperature(margin, y, np.ones_like(y)), *found)
 
 
-def reward_spread(
-    rewards: Float[np.ndarray, "prompts samples"], *, num_bootstrap: int = 1000, seed: int = 0
-) -> Estimate:
+def reward_spread(rewards: Pool, *, num_bootstrap: int = 1000, seed: int = 0) -> Estimate:
     """Share of the reward's variance under the policy that lies within prompts, in [0, 1].
 
     `w / (w + b)` with `w` the mean variance within a prompt and `b` the variance of the prompts' means less `w /
@@ -197,7 +192,7 @@ def reward_spread(
     return with_honest_width(found, np.ones(len(pool)), bounds=(0.0, 1.0))
 
 
-def tied_groups(rewards: Float[np.ndarray, "prompts samples"], group_size: int) -> Estimate:
+def tied_groups(rewards: Pool, group_size: int) -> Estimate:
     """Probability that a group of responses to one prompt has equal rewards, so that group-wise scaling gives nothing.
 
     `sum_v C(c_v, G) / C(N, G)` over the values v of a prompt's pool of N, exact over all groups of the pool; mean over
@@ -245,13 +240,7 @@ def epistemic_std(members: Float[np.ndarray, "members prompts samples"]) -> Esti
     return Estimate(value, float(variance.std(ddof=1)) / math.sqrt(len(variance)) / (2 * value), len(variance))
 
 
-def length_sensitivity(
-    rewards: Float[np.ndarray, "prompts samples"],
-    lengths: Float[np.ndarray, "prompts samples"],
-    *,
-    num_bootstrap: int = 1000,
-    seed: int = 0,
-) -> Estimate:
+def length_sensitivity(rewards: Pool, lengths: Pool, *, num_bootstrap: int = 1000, seed: int = 0) -> Estimate:
     """Correlation of reward and length within prompts.
 
     Args:

@@ -25,12 +25,14 @@ RATER_BETA = 2.0
 """Inverse temperature of raters, per standard deviation of the reward within prompts."""
 
 
+Answers = Float[np.ndarray, " questions"]
+"""Probability that the first response to each prompt is the better one; NaN without an answer."""
+
+
 class Oracle(Protocol):
     """Anything that compares responses: a gold reward, another reward model, or answers of people."""
 
-    def prefer(
-        self, prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]
-    ) -> Float[np.ndarray, " questions"]:
+    def prefer(self, prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]) -> Answers:
         """Probability that the first response to each prompt is the better one; NaN without an answer."""
         ...
 
@@ -59,7 +61,7 @@ class ScorerOracle:
         scale = math.sqrt(variance) if variance > 0 else None
         return ScorerOracle(self._scorer, is_exact=self.is_exact, scale=scale)
 
-    def prefer(self, prompts: Prompts, first: Texts, second: Texts) -> Float[np.ndarray, " questions"]:
+    def prefer(self, prompts: Prompts, first: Texts, second: Texts) -> Answers:
         """Probability that the first response is preferred; 1, 0.5 or 0 without a scale.
 
         Raises:
@@ -88,9 +90,7 @@ class Comparisons:
             self._answers[pair.prompt_id, pair.chosen, pair.rejected] = pair.label
             self._answers[pair.prompt_id, pair.rejected, pair.chosen] = 1 - pair.label
 
-    def prefer(
-        self, prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]
-    ) -> Float[np.ndarray, " questions"]:
+    def prefer(self, prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]) -> Answers:
         """The answers, NaN where a question was not answered."""
         keys = zip(map(prompt_id, prompts), first, second, strict=True)
         return np.array([self._answers.get(key, math.nan) for key in keys])
@@ -160,7 +160,7 @@ class ResponsePool:
         ]
         return [pick for pick, _ in both], [other for _, other in both]
 
-    def compared(self, oracle: Oracle, asked: ProbeQuestions) -> Float[np.ndarray, " questions"]:
+    def compared(self, oracle: Oracle, asked: ProbeQuestions) -> Answers:
         """Answers of an oracle, NaN without an answer; equal texts tie unasked.
 
         Raises:
@@ -178,7 +178,7 @@ class ResponsePool:
             raise DataError("an oracle's answer must lie in [0, 1], the probability that the first response is better")
         return wins
 
-    def num_labels(self, wins: Float[np.ndarray, " questions"], asked: ProbeQuestions) -> int:
+    def num_labels(self, wins: Answers, asked: ProbeQuestions) -> int:
         """Number of different questions that the oracle answered; equal texts do not count."""
         rows = zip(wins, asked.prompt, *self.sides(asked), strict=True)
         return len({(row, *sorted(both)) for win, row, *both in rows if np.isfinite(win) and both[0] != both[1]})
