@@ -286,7 +286,7 @@ class RewardClient(ClientArguments, Scorer):
 
     Raises:
         HandshakeFailed: if the server's rewards are not raw, it renders conversations differently, or its rewards are
-            not those of `check`, with the cause.
+            different from those by `check`, with the cause.
         RewardServerUnavailable: if it does not answer in time.
     """
 
