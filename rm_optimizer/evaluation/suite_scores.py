@@ -232,7 +232,8 @@ class SuiteCredits:
         """
         weights = self._weights(name)
         places = [self._positions[leaf] for leaf in weights]
-        bounds = np.array([*weights.values()]) @ np.array([*map(_bounds, weights)])
+        ends = [BOUNDS.get(group.rpartition("/")[2], (0.0, 1.0)) for group in weights]
+        bounds = np.array([*weights.values()]) @ np.array(ends)
         credits = self.values[first]
         if second is not None:
             credits, bounds = credits - self.values[second], bounds - bounds[::-1]
@@ -284,11 +285,6 @@ class SuiteCredits:
             if first.is_model and low > 0:
                 found.append(SuiteLead(name, first.name, low))
         return found
-
-
-def _bounds(group: str) -> tuple[float, float]:
-    """Least and greatest credit of a group."""
-    return BOUNDS.get(group.rpartition("/")[2], (0.0, 1.0))
 
 
 def score_on_suite(
