@@ -62,15 +62,14 @@ class Replica:
         rows = [score.input_ids for score in scores if len(score.input_ids) <= self._worker.model.max_length]
         self._certified = dict(zip(map(tuple, rows), self._worker.score(rows).rewards, strict=True))
 
-    async def describe(self) -> EngineDescription:
-        """Description of the model, whose tokenizer is written for the server that asks."""
+    async def describe(self) -> tuple[EngineDescription, tuple[str, str, str]]:
+        """Description of the model, whose tokenizer is written for the server that asks, and its source.
+
+        The source is the checkpoint, the type of its weights and the folder of the updates.
+        """
         folder = str(self._history.with_name("tokenizer"))
         self._worker.model.tokenizer.save_pretrained(folder)
-        return replace(self._worker.description, tokenizer_folder=folder)
-
-    async def source(self) -> tuple[str, str, str]:
-        """Checkpoint, type of its weights, and folder of the updates."""
-        return self._source
+        return replace(self._worker.description, tokenizer_folder=folder), self._source
 
     async def memory(self) -> tuple[str, int]:
         """Name of this replica, and the memory of its process in bytes."""
@@ -181,7 +180,7 @@ class RayEngine(Engine):
         try:
             async with asyncio.timeout(START_SECONDS):
                 await self._running()
-                description, source = await self._handle.describe.remote(), await self._handle.source.remote()
+                description, source = await self._handle.describe.remote()
         except TimeoutError as error:
             raise EngineUnavailable(
                 f"no replica loaded the model within {START_SECONDS:.0f} s; see serve status, and lower --replicas or "
@@ -263,7 +262,10 @@ class RayEngine(Engine):
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> ScoredBatch:
         """Rewards of the sequences; a batch whose replica dies goes to another. See `Engine.score`."""
-        failures: tuple[type[BaseException], ...] = (*_failures(), WeightsRefused)
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
+
+        failures = RayError, RayServeException, TimeoutError, WeightsRefused  # it died, hung or is not there
         tokens, failure = sum(map(len, sequences)), ""
         for _ in range(ATTEMPTS):
             while not self._is_stopped:
@@ -305,11 +307,3 @@ class RayEngine(Engine):
         """Serve the recorded updates; see `Engine.restore`."""
         await super().restore()
         self._is_restored = True
-
-
-def _failures() -> tuple[type[BaseException], ...]:
-    """Errors of a replica that died, hung or is not there."""
-    from ray.exceptions import RayError
-    from ray.serve.exceptions import RayServeException
-
-    return RayError, RayServeException, TimeoutError
