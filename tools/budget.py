@@ -14,31 +14,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9308,
-    "serving": 4440,
+    "core": 9303,
+    "serving": 4410,
     "landscape": 3841,
     "training": 3063,
-    "rl_coupling": 2476,
+    "rl_coupling": 2431,
     "reporting": 2637,
     "interfaces": 2487,
     "experiments": 1684,
     "data_efficiency": 1668,
     "schema": 1115,
-    "doctor": 906,
+    "doctor": 900,
     "explanation": 942,
     "records": 840,
     "optim": 817,
-    "evaluation": 1176,
+    "evaluation": 1167,
     "modules at the top": 471,
 }
 LIMITS: Mapping[str, int] = {
-    "files": 343,
+    "files": 341,
     "files of less than 40 lines": 5,
-    "functions of seven parameters or more": 55,
-    "import lines": 5983,
+    "functions of seven parameters or more": 54,
+    "import lines": 5969,
     "import lines inside functions": 393,
-    "lines of code": 37871,
-    "private functions with one caller": 426,
+    "lines of code": 37776,
+    "private functions with one caller": 423,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40
