@@ -85,13 +85,10 @@ CLAIMS = {
 }
 """The hypotheses in short form."""
 GRADIENT_TOLERANCE = 1e-4
-SMOOTHING_MARGIN = 0.02
-"""Loss of accuracy that H3's further number allows for label smoothing."""
-LORA_MARGIN, STOPPING_MARGIN = 0.03, 0.005
-"""Loss of accuracy that H4 allows for LoRA, and nats of test NLL that H5 allows for early stopping."""
+SMOOTHING_MARGIN, LORA_MARGIN, STOPPING_MARGIN = 0.02, 0.03, 0.005
+"""Loss of accuracy that H3's further number and H4 allow, and nats of test NLL that H5 allows for early stopping."""
 LORA_COSTS = {"speed": (3.0, 1), "memory": (0.6, -1)}
 """Bounds of LoRA's ratios of pairs a second and of peak memory in H4's further numbers; -1 for an upper bound."""
-FROM_WORST: Sequence[Outcome] = ("worse", "inconclusive", "equivalent", "better")
 COST_ARMS = ("full_finetune", "lora_r16")
 """Presets whose steps are timed. Arms of equal options share a trial, so full fine-tuning's can be another arm's."""
 
@@ -133,6 +130,11 @@ def outcome(estimate: Estimate, margin: float = 0.0) -> Outcome:
     if low >= -margin:
         return "equivalent"
     return "worse" if high < -margin else "inconclusive"
+
+
+def both(first: Outcome, second: Outcome) -> Outcome:
+    """Outcome of the weaker one of a hypothesis's two parts."""
+    return next(word for word in ("worse", "inconclusive", "equivalent", "better") if word in (first, second))
 
 
 def batching_finding(rows: Sequence[Mapping[str, float]]) -> Finding:
@@ -178,7 +180,7 @@ def training_findings(
     nll = PairedScores(test[STOPPING_ARM], test["ablation_a3"], prompts).effect("nll")
     steps = crossed_mean(saved, 0.0, len(saved)).estimate
     also = {"steps_saved": steps.value, "steps_saved_low": steps.low, "steps_saved_high": steps.high}
-    weaker = min(outcome(nll, STOPPING_MARGIN), outcome(steps), key=FROM_WORST.index)
+    weaker = both(outcome(nll, STOPPING_MARGIN), outcome(steps))
     yield Finding("h5_early_stopping_nll", nll, STOPPING_MARGIN, weaker, also)
 
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, Gemma2C
 from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.integrations import flex_attention as flex_integration
 
-from rm_optimizer.core.classifier import attention
+from rm_optimizer.core.classifier import attention, tree_masks
 from rm_optimizer.core.classifier.attention import SWITCHES, AttentionSwitch, choose_attention
 from rm_optimizer.core.classifier.building import compile_backbone
 from rm_optimizer.core.classifier.pooling import decoder_logits, packed_logits
@@ -114,7 +114,7 @@ def test_rewards_through_flex_attention_equal_those_of_a_dense_mask(
     model.set_attn_implementation("sdpa_or_flex")
     torch.testing.assert_close(packed_logits(model, packed), expected)
     assert not masks_seen  # on a CPU the switch is SDPA
-    monkeypatch.setattr(attention, "takes_blocks", lambda kernel, device: True)
+    monkeypatch.setattr(tree_masks, "takes_blocks", lambda kernel, device: True)
     torch.testing.assert_close(packed_logits(model, packed), expected, rtol=2e-5, atol=2e-5)
     assert masks_seen == [BlockMask, BlockMask]
 
