@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError, Interrupted
-from rm_optimizer.interfaces.exits import one_exit
+from rm_optimizer.interfaces.entry import one_exit
 
 if TYPE_CHECKING:
     from rm_optimizer.interfaces.command_line import CommandLine, Composed
@@ -33,8 +33,8 @@ log = logging.getLogger("rm_optimizer")
 def main() -> None:
     """Check the command line, then run it; a user's mistake becomes one sentence and an exit code."""
     with one_exit():
-        line = read(sys.argv[1:])
-        if (checked := _checked(line)) is not None:
+        line, checked = check_command(sys.argv[1:])
+        if checked is not None:
             checked.run(analyze)
         else:
             line.launch(analyze)
@@ -63,28 +63,27 @@ def read(arguments: Sequence[str]) -> CommandLine[AnalyzeConfig]:
     return line.of([*recalled(line.overrides), *line.overrides])
 
 
-def check_command(arguments: Sequence[str]) -> None:
+def check_command(arguments: Sequence[str]) -> tuple[CommandLine[AnalyzeConfig], Composed[AnalyzeConfig] | None]:
     """Compose and check the options, without running them.
 
     Args:
         arguments: options and flags in Hydra's form, without the program's name.
 
+    Returns:
+        The command line, and the options of the analysis that will start; None if Hydra only prints.
+
     Raises:
         ConfigError: if a flag, group, option or value is unknown or out of range, or the folder cannot be written.
     """
-    _checked(read(arguments))
-
-
-def _checked(line: CommandLine[AnalyzeConfig]) -> Composed[AnalyzeConfig] | None:
-    """The options of the analysis that will start; None if Hydra only prints."""
+    line = read(arguments)
     if line.only_tells:
-        return None
+        return line, None
     if not any(given.startswith("checkpoint=") for given in line.overrides) and line.flags.config_dir is None:
         raise ConfigError("a model to analyze must be given: --checkpoint RUN, or a folder, .ckpt or hub id")
     if line.flags.multirun:
         raise ConfigError("rm-opt analyze measures one thing of one model; start a command for each, not --multirun")
     composed = line.composed()
-    return composed if line.runs_once else None
+    return line, composed if line.runs_once else None
 
 
 def analyze(options: AnalyzeConfig) -> Path:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rm_optimizer.errors import ConfigError, Interrupted, RMOptimizerError
-from rm_optimizer.interfaces.exits import one_exit, rank, report
+from rm_optimizer.interfaces.entry import one_exit, rank, report
 from rm_optimizer.interfaces.sweep import SWEEP_FILE, Job, Sweep, failed_job, naming_sweep_folder
 from rm_optimizer.records.quoting import in_quotes
 
@@ -37,12 +37,9 @@ COMPARISON = "comparison"
 def main() -> None:
     """Check the command line, then run it; a user's mistake becomes one sentence and an exit code."""
     with one_exit():
-        from rm_optimizer.interfaces.command_line import CommandLine
-        from rm_optimizer.schema import TrainConfig
         from rm_optimizer.schema.composition import completed
 
-        line = CommandLine.parse(sys.argv[1:], TrainConfig)
-        checked = _checked(line)
+        line, checked = check_command(sys.argv[1:])
         if checked is None and line.flags.multirun and not line.only_tells:
             _sweep(line)
         elif checked is None:  # Hydra prints
@@ -118,33 +115,28 @@ def option_callbacks(config: TrainConfig) -> list[Callback]:
     return found
 
 
-def check_command(arguments: Sequence[str]) -> TrainConfig | None:
+def check_command(arguments: Sequence[str]) -> tuple[CommandLine[TrainConfig], Composed[TrainConfig] | None]:
     """Compose and check the options, without running them.
 
     Args:
         arguments: options and flags in Hydra's form, without the program's name.
 
     Returns:
-        The options of the single run that will start; None for a sweep, or if Hydra only prints.
+        The command line, and the options of the single run that will start; None for a sweep, or if Hydra only prints.
 
     Raises:
         ConfigError: if a flag, group, option or value is unknown or out of range, or the run folder cannot be written,
             holds another run or is in use.
     """
     from rm_optimizer.interfaces.command_line import CommandLine
-    from rm_optimizer.schema import TrainConfig
-
-    checked = _checked(CommandLine.parse(arguments, TrainConfig))
-    return None if checked is None else checked.options
-
-
-def _checked(line: CommandLine[TrainConfig]) -> Composed[TrainConfig] | None:
     from rm_optimizer.records.run_folder import require_usable
+    from rm_optimizer.schema import TrainConfig
     from rm_optimizer.training.folder.lock import require_free
     from rm_optimizer.training.processes import require_launched
 
+    line = CommandLine.parse(arguments, TrainConfig)
     if line.only_tells:
-        return None
+        return line, None
     if rank() == 0:  # Lightning adds hydra.run.dir again, in quotes, for the processes that it starts
         line.require_given_once()
     is_sweep, prints = line.flags.multirun, line.flags.cfg is not None
@@ -152,7 +144,7 @@ def _checked(line: CommandLine[TrainConfig]) -> Composed[TrainConfig] | None:
         raise ConfigError("--cfg prints one configuration; leave out --multirun and the sweep's other values")
     jobs = _jobs(line) if is_sweep else [line.composed()]
     if prints:
-        return None
+        return line, None
     for job in jobs:
         require_launched(job.options.hardware)
         _require_paths(job.options)
@@ -162,11 +154,11 @@ def _checked(line: CommandLine[TrainConfig]) -> Composed[TrainConfig] | None:
         half = options.trains_half_weights
         check_compatible(options.optimizer, options.hardware, options.schedule, trains_half_weights=half)
     if is_sweep:
-        return None
+        return line, None
     if rank() == 0:  # the other processes find the folder that the first one wrote into
         require_usable(jobs[0].options)
         require_free(Path(jobs[0].options.output_dir))
-    return jobs[0]
+    return line, jobs[0]
 
 
 def _jobs(line: CommandLine[TrainConfig]) -> list[Composed[TrainConfig]]:

@@ -174,7 +174,7 @@ def read_pool(
         on_progress(start)
         firsts = range(start, len(pairs), BLOCK_PAIRS)
         tasks = [(pairs[first : first + BLOCK_PAIRS], first, token_budget) for first in firsts]
-        blocks = map_chunks(_block_of, model, tasks, ray_workers or None)
+        blocks = map_chunks(_scored_block, model, tasks, ray_workers or None)
         for first, (block, margins) in zip(firsts, blocks, strict=True):
             kept[first : first + len(block)] = block
             yield margins
@@ -195,10 +195,6 @@ def read_pool(
             ledger.append(block.tolist())
             done.extend(block.tolist())
     return Pool(np.array(done)[None], lengths, known, np.load(path, mmap_mode="r"), pairs, model)
-
-
-def _block_of(model: BradleyTerryRM, task: tuple[Any, ...]) -> tuple[Any, Any]:
-    return scored_block(model, *task)
 
 
 def _sides(pairs: Sequence[PreferencePair]) -> tuple[list[Prompt], list[str], list[str]]:
@@ -223,10 +219,11 @@ def _mapped(path: Path, shape: tuple[int, int], *, is_new: bool) -> np.memmap[An
     raise DataError(f"{path}: is gone or damaged ({reason}); remove {path.parent}, and its features are computed again")
 
 
-def scored_block(
-    model: BradleyTerryRM, pairs: Sequence[PreferencePair], first: int, token_budget: int
+def _scored_block(
+    model: BradleyTerryRM, task: tuple[Sequence[PreferencePair], int, int]
 ) -> tuple[Float[np.ndarray, "block hidden"], Float[np.ndarray, " block"]]:
-    """Feature differences and margins of pairs that begin at position `first` of a pool."""
+    """Feature differences and margins of pairs that begin at some position of a pool, within a token budget."""
+    pairs, first, token_budget = task
     prompts, ones, others = _sides(pairs)
     encodings = model.encode([*prompts, *prompts], [*ones, *others])
     vectors = np.zeros((len(encodings), model.reward_head.in_features))

@@ -81,7 +81,6 @@ def judge(
     primary: Score = "nll",
     label: Float[np.ndarray, " pairs"] | None = None,
     weight: Float[np.ndarray, " pairs"] | None = None,
-    equivalence: Mapping[Score, float] | None = None,
 ) -> tuple[Verdict, ...]:
     """Verdicts on every arm except the reference, in every score.
 
@@ -95,13 +94,11 @@ def judge(
         primary: score that decides.
         label: probability that the chosen response is the better one, in [0, 1]; None means 1.
         weight: number of pairs that each pair counts as, positive; None means 1.
-        equivalence: differences that do not matter, positive; scores without one use `MARGINS`.
 
     Raises:
-        ConfigError: if the reference is missing, there is no other arm, arms differ in their seeds or pairs, there are
-            fewer than two seeds, or a margin is not positive.
+        ConfigError: if the reference is missing, there is no other arm, arms differ in their seeds or pairs, or there
+            are fewer than two seeds.
     """
-    limits = {**MARGINS, **(equivalence or {})}
     if reference not in margins:
         raise ConfigError(did_you_mean("reference", reference, tuple(margins)))
     if len(margins) < 2:
@@ -114,11 +111,6 @@ def judge(
             )
     if (num_seeds := len(margins[reference])) < 2:
         raise ConfigError(f"a verdict needs at least two common seeds, got {num_seeds}; train more seeds")
-    for score, limit in limits.items():
-        if score not in SCORES:
-            raise ConfigError(did_you_mean("equivalence", score, SCORES))
-        if not 0 < limit < math.inf:
-            raise ConfigError(f"equivalence margins must be positive numbers, got {limit} for {score}")
     challengers = [arm for arm in margins if arm != reference]
     paired = [PairedScores(margins[arm], margins[reference], prompts, label, weight) for arm in challengers]
     alone = [PairedScores(margins[arm], None, prompts, label, weight) for arm in (*challengers, reference)]
@@ -126,7 +118,7 @@ def judge(
     for score in SCORES:
         effects = [each.crossed(score) for each in paired]  # positive if the challenger is better
         differences = effects if score == "accuracy" else [effect.negated for effect in effects]
-        tests = FamilyOfTests.of(differences, limits[score], corrected=score == primary)
+        tests = FamilyOfTests.of(differences, MARGINS[score], corrected=score == primary)
         found += [
             Verdict(
                 arm=arm,
@@ -137,7 +129,7 @@ def judge(
                 difference=differences[i].estimate,
                 p_value=differences[i].p_different,
                 holm_p=float(tests.different[i]) if score == primary else None,
-                margin=limits[score],
+                margin=MARGINS[score],
                 equivalence_p=float(tests.equivalent[i]),
                 verdict=tests.outcome(i, score),
                 power=tests.power(i),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, wraps
 from itertools import product
+from operator import ne
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Generic, NoReturn, cast, get_type_hints
@@ -31,7 +32,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from rm_optimizer.errors import ConfigError, did_you_mean, nearest
-from rm_optimizer.interfaces.exits import one_exit
+from rm_optimizer.interfaces.entry import one_exit
 from rm_optimizer.records.quoting import in_quotes
 from rm_optimizer.schema.composition import ConfigT, check_overrides, completed, composing, config_root, register, typed
 from rm_optimizer.schema.diagnose import counterpart, unknown_option, walk_options
@@ -291,11 +292,9 @@ def planned_sweep(overrides: Sequence[str], *, name: str = "config", config_dir:
         config = _composed([options[0] for options in _choices(overrides)], name, config_dir)
         of_presets = [f"{option}={values}" for option, values in (config.hydra.sweeper.get("params") or {}).items()]
         choices = _choices([*of_presets, *overrides])
-    covering, stride = [0], 1
-    for options in reversed(choices):
-        covering += [stride * number for number in range(1, len(options))]
-        stride *= len(options)
-    return SweepPlan(Path(config.hydra.sweep.dir), [list(job) for job in product(*choices)], sorted(covering))
+    jobs = [list(job) for job in product(*choices)]
+    covering = [number for number, job in enumerate(jobs) if sum(map(ne, job, jobs[0])) < 2]
+    return SweepPlan(Path(config.hydra.sweep.dir), jobs, covering)
 
 
 def _choices(overrides: Sequence[str]) -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -116,12 +117,7 @@ def blame_parts(found: Blame) -> list[Part]:
     ]
 
 
-def blame_document(found: Blame) -> Document:
-    """Content of the page of a result."""
-    return Document(f"What taught the model: {found.target}", blame_answer(found), blame_parts(found))
-
-
-def blame_answer(found: Blame) -> Answer:
+def _answer(found: Blame) -> Answer:
     """The groups that depart from the others, in a sentence."""
     stand_out = [group for group in found.groups if group.p_value < _SUSPECT]
     if not stand_out:
@@ -160,8 +156,7 @@ def write_blame(found: Blame, folder: Path) -> Path:
     `influence.parquet` has a row for each training pair: its row, its influence, and what its words alone say.
     """
     write_text(folder / BLAME_FILE, found.to_json() + "\n")
-    numbers = zip(found.influence.tolist(), found.words.tolist(), strict=True)
-    each = enumerate(zip(found.pair_ids, numbers, strict=True), start=1)
-    rows = [{"row": row, "pair_id": pair, "influence": one, "words": two} for row, (pair, (one, two)) in each]
+    columns = zip(itertools.count(1), found.pair_ids, found.influence.tolist(), found.words.tolist())
+    rows = [dict(zip(("row", "pair_id", "influence", "words"), row, strict=True)) for row in columns]
     write_rows(folder / PAIRS_FILE, rows)
-    return blame_document(found).write(folder)
+    return Document(f"What taught the model: {found.target}", _answer(found), blame_parts(found)).write(folder)

@@ -120,14 +120,6 @@ class Panel(Axes):
         value, low, high = np.array([(each.value, each.low, each.high) for each in found], dtype=float).reshape(-1, 3).T
         self.curve(x, value, label, low=low, high=high, **style)
 
-    def estimates_across(self, found: Sequence[Estimate], y: ArrayLike, label: str, **style: Any) -> None:
-        """Draw estimates along the horizontal axis with their intervals; each has both ends."""
-        value, low, high = np.array([(each.value, each.low, each.high) for each in found], dtype=float).T
-        bars = np.maximum([value - low, high - value], 0)
-        self.errorbar(value, y, xerr=bars, label=label, **{**_BAR, **style})
-        columns = zip(value.tolist(), np.asarray(y, dtype=float).tolist(), low.tolist(), high.tolist(), strict=True)
-        self.marks += [Mark(label, *point) for point in columns]
-
     def guide(self, label: str | None = None, *, x: float | None = None, y: float | None = None, **style: Any) -> None:
         """Draw a line across the panel at a place of one axis.
 
@@ -151,7 +143,7 @@ class Panel(Axes):
         self.bar(places, counts, label=label, **style)
         self.marks += [Mark(label, *bar) for bar in zip(places.tolist(), counts.tolist(), strict=True)]
 
-    def named(self, place: int, name: str, found: Estimate, **style: Any) -> None:
+    def named(self, place: float, name: str, found: Estimate, **style: Any) -> None:
         """Draw an estimate with its interval in the row of a name on the vertical axis."""
         if found.low is not None and found.high is not None:
             self.hlines(place, found.low, found.high, color=style.get("color"), linewidth=2.0)

@@ -60,9 +60,9 @@ def test_hydra_writes_into_the_output_folder_unless_it_has_one(
 def test_a_process_that_lightning_starts_takes_the_folder_in_quotes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     repeated = [f'hydra.run.dir="{tmp_path}"', "hydra.job.name=train_ddp_process_1", "hydra.output_subdir=null"]
-    config = entry.check_command([*FEW, f"hydra.run.dir={tmp_path}", *repeated])
-    assert config is not None
-    assert config.output_dir == str(tmp_path)
+    _, composed = entry.check_command([*FEW, f"hydra.run.dir={tmp_path}", *repeated])
+    assert composed is not None
+    assert composed.options.output_dir == str(tmp_path)
 
 
 def test_a_finished_run_is_shown_again_and_not_touched(

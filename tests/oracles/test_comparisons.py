@@ -18,13 +18,13 @@ from scipy import optimize, stats
 from scipy.special import expit
 
 from rm_optimizer.errors import TrainingDiverged
+from rm_optimizer.experiments import verdicts
 from rm_optimizer.experiments.compared_runs import ComparedRun, FoundRuns
 from rm_optimizer.experiments.optimizer_comparison import stages
 from rm_optimizer.experiments.optimizer_comparison.findings import findings
 from rm_optimizer.experiments.optimizer_comparison.setting import ComparisonOptions
 from rm_optimizer.experiments.run_comparison import compare_runs
 from rm_optimizer.experiments.trial import InlineExecutor
-from rm_optimizer.experiments.verdicts import judge
 from rm_optimizer.records.run_folder import PairReward, RunFolder
 from rm_optimizer.training.folder.record import RunResult
 from tests.oracles.formulas import ends, jackknifed, student
@@ -121,19 +121,12 @@ def power(shift: float, freedom: float, level: float) -> float:
     return float(stats.nct.sf(critical, freedom, shift) + other_tail)
 
 
-def test_every_number_of_a_verdict():
+def test_every_number_of_a_verdict(monkeypatch: pytest.MonkeyPatch):
     margins = {"a": planted(0, 4, 0.9), "b": planted(1, 4), "c": planted(2, 4, -0.1), "d": planted(3, 4, -1.5)}
     arms = {name: Arm(each, PROMPTS, LABEL, WEIGHT) for name, each in margins.items()}
     limits = {"accuracy": 0.01, "nll": 0.2, "brier": 0.07, "ece": 0.01}
-    found = judge(
-        margins,
-        PROMPTS,
-        reference="b",
-        primary="brier",
-        label=LABEL,
-        weight=WEIGHT,
-        equivalence={"nll": 0.2, "brier": 0.07},
-    )
+    monkeypatch.setattr(verdicts, "MARGINS", limits)
+    found = verdicts.judge(margins, PROMPTS, reference="b", primary="brier", label=LABEL, weight=WEIGHT)
     assert [(each.score, each.arm) for each in found[:3]] == [("brier", name) for name in "acd"]
     words = set()
     for score, limit in limits.items():

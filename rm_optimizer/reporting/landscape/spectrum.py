@@ -159,9 +159,10 @@ def plot_density(
                 color=color, marker="|", markersize=11, markeredgewidth=1.4, linestyle="none",
             )  # fmt: skip
     if whole := [each for each in cross_fitted[:_MOST_BELOW] if None not in (each.low, each.high)]:
-        heights = 5 * floor * 2.0 ** np.arange(len(whole))
         label = f"the largest {len(whole)} cross-fitted, from below; 95 % over pairs"
-        axes.estimates_across(whole, heights, label, color=ORANGE, marker="D", linestyle="none", elinewidth=2.0)
+        for place, each in enumerate(whole):
+            axes.named(5 * floor * 2.0**place, label, each, color=ORANGE, marker="D", linestyle="none")
+        axes.lines[-1].set_label(label)
     axes.set_yscale("log")
     axes.set(xlabel="eigenvalue of this sample", ylabel="share of eigenvalues per unit", ylim=(floor, 3 * highest))
     draw_legend(axes, "below")
