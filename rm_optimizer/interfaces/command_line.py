@@ -169,28 +169,58 @@ class CommandLine(Generic[ConfigT]):
 
     @cached_property
     def sweep(self) -> SweepPlan:
-        """The jobs of a sweep, in a folder whose time is filled in once.
+        """The jobs that Hydra makes from the overrides and the sweeps in their presets, which come first.
+
+        The time in their folder is filled in once.
 
         Raises:
             ConfigError: if an override cannot be read or composed.
         """
-        return planned_sweep(self.overrides, name=self.main_file, config_dir=self.flags.config_dir)
+        with composing(self.overrides, self.main_file):
+            config = self._loaded([options[0] for options in _choices(self.overrides)])
+            of_presets = [f"{option}={values}" for option, values in (config.hydra.sweeper.get("params") or {}).items()]
+            choices = _choices([*of_presets, *self.overrides])
+        jobs = [list(job) for job in product(*choices)]
+        covering = [number for number, job in enumerate(jobs) if sum(map(ne, job, jobs[0])) < 2]
+        return SweepPlan(Path(config.hydra.sweep.dir), jobs, covering)
 
-    def composed(self, *, job: int | None = None) -> Composed[ConfigT]:
-        """Compose and check the options, of one job if they are swept.
+    def composed(self, *, job: int | None = None, writable: bool = True, sweeps: bool = False) -> Composed[ConfigT]:
+        """Compose the options, and check every name and value.
+
+        Args:
+            job: number of the job in a sweep, which sets its folder; None for a single run.
+            writable: True also checks that the run folder can be made, unless Hydra only prints the options.
+            sweeps: True accepts presets that hold a sweep, as --multirun does, which alone uses more than the first
+                value.
 
         Raises:
             ConfigError: if anything is wrong; the text is one sentence.
         """
-        return composed(
-            self.overrides,
-            self.kind,
-            name=self.main_file,
-            config_dir=self.flags.config_dir,
-            writable=self.flags.cfg is None,
-            sweeps=not self.runs_once,
-            job=job,
-        )
+        overrides = self.overrides
+        try:
+            with composing(overrides, self.main_file):
+                loader = GlobalHydra.instance().config_loader()
+                for item in OverridesParser.create().parse_overrides(overrides):
+                    options = loader.get_group_options(item.key_or_group, ObjectType.CONFIG)
+                    if options and isinstance(item.value(), int | float):  # for which Hydra raises a bare ValueError
+                        raise ConfigError(did_you_mean(item.key_or_group, str(item.value()), options))
+                config = self._loaded(completed(overrides))
+                if self.runs_once and not sweeps:
+                    _require_no_sweep(config, overrides)
+                built = _finished(config, self.kind, writable and self.flags.cfg is None, job)
+                check_overrides(overrides, config)
+                return Composed(built, config, loader)
+        finally:
+            HydraConfig.instance().cfg = None
+
+    def _loaded(self, overrides: Sequence[str]) -> DictConfig:
+        """The configuration of these overrides with Hydra's own options, not yet checked."""
+        search, config_dir = [], self.flags.config_dir  # a folder of the user's presets comes before the package's
+        if config_dir is not None:
+            if not Path(config_dir).is_dir():
+                raise ConfigError(f"--config-dir must name an existing folder, got '{config_dir}'")
+            search = [f"hydra.searchpath=[{in_quotes(str(Path(config_dir).resolve()))}]"]
+        return hydra_compose(self.main_file, overrides=[*search, *overrides], return_hydra_config=True)
 
     def launch(self, run: Callable[[Any], object]) -> None:
         """Let Hydra run the jobs of a sweep, or print; it reads `sys.argv`."""
@@ -211,50 +241,19 @@ def _reported(task: Callable[[Any], object]) -> Callable[[Any], object]:
     return reported
 
 
-def checked(overrides: Sequence[str], kind: type[ConfigT], **choices: Any) -> ConfigT:
-    """Options of these overrides, composed and checked by `composed`, which takes the same choices."""
-    return composed(overrides, kind, **choices).options
-
-
-def composed(
-    overrides: Sequence[str],
-    kind: type[ConfigT],
-    *,
-    name: str = "config",
-    config_dir: str | None = None,
-    writable: bool = True,
-    sweeps: bool = False,
-    job: int | None = None,
-) -> Composed[ConfigT]:
-    """Compose the options of these overrides, and check every name and value.
+def checked(overrides: Sequence[str], kind: type[ConfigT], *, name: str = "config", **choices: bool) -> ConfigT:
+    """Options of these overrides without flags, composed and checked.
 
     Args:
-        overrides: overrides of the command line, in Hydra's grammar, without sweeps.
+        overrides: overrides in Hydra's grammar, without sweeps.
         kind: dataclass of the whole configuration.
         name: name of the main configuration file.
-        config_dir: folder of the user's presets, searched before the package's.
-        writable: True also checks that the run folder can be made.
-        sweeps: True accepts presets that hold a sweep, of which only --multirun uses more than the first value.
-        job: number of the job in a sweep, which sets its folder; None for a single run.
+        choices: `writable` and `sweeps` of `CommandLine.composed`.
 
     Raises:
         ConfigError: if anything is wrong; the text is one sentence.
     """
-    try:
-        with composing(overrides, name):
-            loader = GlobalHydra.instance().config_loader()
-            for item in OverridesParser.create().parse_overrides(list(overrides)):
-                options = loader.get_group_options(item.key_or_group, ObjectType.CONFIG)
-                if options and isinstance(item.value(), int | float):  # for which Hydra raises a bare ValueError
-                    raise ConfigError(did_you_mean(item.key_or_group, str(item.value()), options))
-            config = _composed(completed(overrides), name, config_dir)
-            if not sweeps:
-                _require_no_sweep(config, overrides)
-            built = _finished(config, kind, writable, job)
-            check_overrides(overrides, config)
-            return Composed(built, config, loader)
-    finally:
-        HydraConfig.instance().cfg = None
+    return CommandLine.parse([], kind, name).of(overrides).composed(**choices).options
 
 
 def _require_no_sweep(config: DictConfig, overrides: Sequence[str]) -> None:
@@ -265,36 +264,6 @@ def _require_no_sweep(config: DictConfig, overrides: Sequence[str]) -> None:
         raise ConfigError(f"{given} is a sweep over {swept}, which one run would not make; add --multirun")
     if config.hydra.mode == RunMode.MULTIRUN:
         raise ConfigError("hydra.mode=MULTIRUN is a sweep; leave it out, and add --multirun")
-
-
-def _composed(overrides: Sequence[str], name: str, config_dir: str | None) -> DictConfig:
-    """The configuration with Hydra's own options, not yet checked."""
-    search = []
-    if config_dir is not None:
-        if not Path(config_dir).is_dir():
-            raise ConfigError(f"--config-dir must name an existing folder, got '{config_dir}'")
-        search = [f"hydra.searchpath=[{in_quotes(str(Path(config_dir).resolve()))}]"]
-    return hydra_compose(config_name=name, overrides=[*search, *overrides], return_hydra_config=True)
-
-
-def planned_sweep(overrides: Sequence[str], *, name: str = "config", config_dir: str | None = None) -> SweepPlan:
-    """The jobs that Hydra makes from the overrides and the sweeps in their presets, which come first.
-
-    Args:
-        overrides: overrides of the command line, in Hydra's grammar.
-        name: name of the main configuration file.
-        config_dir: folder of the user's presets, searched before the package's.
-
-    Raises:
-        ConfigError: if an override cannot be read or composed.
-    """
-    with composing(overrides, name):
-        config = _composed([options[0] for options in _choices(overrides)], name, config_dir)
-        of_presets = [f"{option}={values}" for option, values in (config.hydra.sweeper.get("params") or {}).items()]
-        choices = _choices([*of_presets, *overrides])
-    jobs = [list(job) for job in product(*choices)]
-    covering = [number for number, job in enumerate(jobs) if sum(map(ne, job, jobs[0])) < 2]
-    return SweepPlan(Path(config.hydra.sweep.dir), jobs, covering)
 
 
 def _choices(overrides: Sequence[str]) -> list[list[str]]:

@@ -9,7 +9,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.interfaces.command_line import checked, planned_sweep
+from rm_optimizer.interfaces.command_line import CommandLine, checked
 from rm_optimizer.schema import TrainConfig, compose, config_root, typed
 from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS
 
@@ -55,7 +55,8 @@ def test_the_command_line_wins_over_an_experiment(tmp_path):
     (tmp_path / "experiment").mkdir()
     text = "# @package _global_\ndefaults:\n  - override /optimizer: lion\n\nseed: 7\ntraining:\n  epochs: 3\n"
     (tmp_path / "experiment" / "mine.yaml").write_text(text)
-    config = checked(["experiment=mine", "training.epochs=4"], TrainConfig, config_dir=str(tmp_path), writable=False)
+    line = CommandLine.parse(["experiment=mine", "training.epochs=4", "--config-dir", str(tmp_path)], TrainConfig)
+    config = line.composed(writable=False).options
     assert (config.seed, config.optimizer.name, config.training.epochs) == (7, "lion", 4.0)
 
 
@@ -70,7 +71,9 @@ def test_hardware_h100_asks_for_bfloat16_on_a_gpu():
 
 
 def test_the_jobs_of_a_sweep_have_hydras_numbers_and_few_of_them_hold_every_value():
-    plan = planned_sweep(["seed=1,2,3", "optimizer=adamw,lion", "model=tiny", "hydra.sweep.dir=s"])
+    plan = CommandLine.parse(
+        ["seed=1,2,3", "optimizer=adamw,lion", "model=tiny", "hydra.sweep.dir=s"], TrainConfig
+    ).sweep
     assert plan.folder == Path("s")
     assert [job[:2] for job in plan.jobs][:3] == [
         ["seed=1", "optimizer=adamw"],
@@ -78,7 +81,7 @@ def test_the_jobs_of_a_sweep_have_hydras_numbers_and_few_of_them_hold_every_valu
         ["seed=2", "optimizer=adamw"],
     ]
     assert (len(plan.jobs), plan.covering) == (6, [0, 1, 2, 4])
-    plan = planned_sweep(["experiment=sensitivity_smoothing", "model=tiny", "seed=1,2"])
+    plan = CommandLine.parse(["experiment=sensitivity_smoothing", "model=tiny", "seed=1,2"], TrainConfig).sweep
     assert plan.jobs[1][1:] == ["experiment=sensitivity_smoothing", "model=tiny", "seed=2"]
     assert plan.jobs[0][0] == plan.jobs[1][0] != plan.jobs[2][0]
 
@@ -87,7 +90,7 @@ def test_a_value_of_the_command_line_takes_the_place_of_a_presets_axis():
     given = ["experiment=sensitivity_regularizer", "model=tiny", "loss.center_rewards=0.5,0.6", "seed=3", "seed=4"]
     axes = ["loss.center_rewards=0,0.01,0.1", "optimizer.weight_decay=0,0.01,0.1"]
     hydras = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides([*axes, *given]), None)
-    plan = planned_sweep(given)
+    plan = CommandLine.parse(given, TrainConfig).sweep
     assert plan.jobs == hydras[0]
     assert (len(plan.jobs), len(plan.covering)) == (6, 4)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
-from rm_optimizer.interfaces.command_line import checked, planned_sweep
+from rm_optimizer.interfaces.command_line import CommandLine, checked
 from rm_optimizer.schema import TrainConfig, config_root
 from rm_optimizer.schema.composition import register
 
@@ -123,5 +123,7 @@ def test_the_absolute_grid_has_the_documents_values_and_a_fixed_axis_makes_it_sm
     found = options("model=minilm", *cells[-1])
     names = ("loss.label_smoothing", "schedule.warmup_steps", "loss.reward_l2")
     assert [found[name] for name in names] == [0.1, 100, 0.01]
-    jobs = planned_sweep(["experiment=sensitivity_grid", "loss.label_smoothing=0", "schedule.warmup_steps=0,50"]).jobs
+    jobs = CommandLine.parse(
+        ["experiment=sensitivity_grid", "loss.label_smoothing=0", "schedule.warmup_steps=0,50"], TrainConfig
+    ).sweep.jobs
     assert len(jobs) == 3 * 1 * 2 * 3

@@ -16,7 +16,7 @@ import torch
 
 from rm_optimizer import OptimizerComparison
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.interfaces.command_line import planned_sweep
+from rm_optimizer.interfaces.command_line import CommandLine
 from rm_optimizer.landscape import optimizer_comparison
 from rm_optimizer.optim import OPTIMIZERS, register_optimizer
 from rm_optimizer.schema import compose, registry, typed
@@ -216,6 +216,6 @@ def test_wrong_arguments_of_a_comparison_are_one_sentence():
 
 def test_the_presets_that_the_tutorial_names_compose():
     assert compose(["data=preference"]).data == compose(["data=default"]).data
-    planned = planned_sweep(["experiment=optimizer_comparison"])
+    planned = CommandLine.parse(["experiment=optimizer_comparison"], TrainConfig).sweep
     assert len(planned.jobs) == 15
     assert planned.jobs[-1][:2] == ["optimizer=lion", "seed=2"]

@@ -281,6 +281,11 @@ def _halves(
     seed: int,
 ) -> list[Half]:
     """Models trained on random halves by the run's recipe, with their margins of the target; a log keeps them."""
+    import shutil
+
+    from torch import Tensor
+
+    from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.core.pairs.pair import digest
     from rm_optimizer.data_efficiency.blame import Half
     from rm_optimizer.records.codec import from_values
@@ -288,41 +293,24 @@ def _halves(
     from rm_optimizer.records.orders import random_positions
     from rm_optimizer.records.run_options import BY_CONTENT, decisive_options, options_of
     from rm_optimizer.training.preparation import from_start
+    from rm_optimizer.training.run import quiet, train_reward_model
 
-    recipe = decisive_options(options_of(config), *BY_CONTENT)
+    recipe, work = decisive_options(options_of(config), *BY_CONTENT), folder / "half"
     config = from_start(config, model, folder)
     pairs = [[pair.to_dict() for pair in some] for some in (train, held_out, target.pairs)]
     identity = digest([recipe, Path(str(config.model.path)).name, *pairs, seed])
+    config = replace(quiet(config, in_memory=True), output_dir=str(work))
+    prompts, responses = zip(*((pair.prompt, (pair.chosen, pair.rejected)) for pair in target.pairs), strict=True)
     with open_ledger(folder / f"halves-{identity}.jsonl", identity, other="other halves") as log:
         done = [from_values(Half, value) for value in log.values()]
         for number in range(len(done), count):
             print(f"half {number + 1} of {count}", flush=True)
             rows = random_positions(len(train), len(train) // 2, [seed, 11, number]).tolist()
-            margins = _retrained(config, [train[row] for row in rows], held_out, target, folder / "half")
-            half = Half(rows, margins)
+            shutil.rmtree(work, ignore_errors=True)
+            result = train_reward_model(config, data_path=[train[row] for row in rows], val=held_out or None)
+            rewards = BradleyTerryRM.from_pretrained(str(result)).score_groups(prompts, responses)
+            shutil.rmtree(work)
+            half = Half(rows, [chosen - rejected for chosen, rejected in map(Tensor.tolist, rewards)])
             log.append(half)
             done.append(half)
     return done[:count]
-
-
-def _retrained(
-    config: TrainConfig,
-    train: Sequence[PreferencePair],
-    held_out: Sequence[PreferencePair],
-    target: BlameTarget,
-    folder: Path,
-) -> list[float]:
-    """Margins of the target's pairs by a model that is trained on these pairs."""
-    import shutil
-
-    from rm_optimizer.core.model.reward_model import BradleyTerryRM
-    from rm_optimizer.training.run import quiet, train_reward_model
-
-    shutil.rmtree(folder, ignore_errors=True)
-    own = replace(quiet(config, in_memory=True), output_dir=str(folder))
-    result = train_reward_model(own, data_path=train, val=held_out or None)
-    model = BradleyTerryRM.from_pretrained(str(result))
-    prompts, responses = zip(*((pair.prompt, (pair.chosen, pair.rejected)) for pair in target.pairs), strict=True)
-    rewards = [group.tolist() for group in model.score_groups(prompts, responses)]
-    shutil.rmtree(folder)
-    return [first - second for first, second in rewards]

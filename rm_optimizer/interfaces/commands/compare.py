@@ -227,12 +227,12 @@ def planned_trainings(overrides: list[str]) -> list[PlannedTrial]:
         ConfigError: if an option is unknown or out of its range.
     """
     from rm_optimizer.experiments.training_trials import training_trial
-    from rm_optimizer.interfaces.command_line import checked, planned_sweep
+    from rm_optimizer.interfaces.command_line import CommandLine, checked
     from rm_optimizer.interfaces.sweep import own_overrides
     from rm_optimizer.schema import TrainConfig
     from rm_optimizer.training.folder.record import absolute_source
 
-    jobs = planned_sweep(overrides).jobs
+    jobs = CommandLine.parse([], TrainConfig).of(overrides).sweep.jobs
     trials = []
     for job, own in zip(jobs, own_overrides(jobs), strict=True):
         config = checked(job, TrainConfig, writable=False, sweeps=True)
