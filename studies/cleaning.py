@@ -23,7 +23,6 @@ from rm_optimizer.data_efficiency.margin_analysis import (
     fit_linear_reward,
     held_out_chances,
     held_out_margins,
-    scaled_features,
     suspected_labels,
 )
 from rm_optimizer.errors import ConfigError, DataError, RMOptimizerError
@@ -84,8 +83,9 @@ def measure_split(pool: PairPool, num: int, flips: float, rate: float, seed: int
     def accuracy(kept: np.ndarray) -> float:
         parts = differences[kept], label[kept], groups[kept]
         _, ridge = held_out_margins(*parts, num_folds=5, seed=[seed, 8])
-        weights = fit_linear_reward(scaled_features(parts[0]), parts[1], ridge=ridge)
-        return tested(weights, scaled_features(split.test_differences, parts[0]), split.test_chances)[0]
+        scale = np.maximum(np.sqrt((parts[0] ** 2).mean(axis=0)), 1e-12)
+        weights = fit_linear_reward(parts[0] / scale, parts[1], ridge=ridge)
+        return tested(weights, split.test_differences / scale, split.test_chances)[0]
 
     whole = accuracy(np.ones(num, dtype=bool))
     taken_out = {"gain": suspects, "fewer_gain": fewer, "exact_gain": is_wrong}

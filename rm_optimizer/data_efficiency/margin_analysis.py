@@ -254,7 +254,7 @@ def held_out_margins(
     members, numbers = np.unique(groups, return_inverse=True)
     if len(members) < num_folds:
         raise DataError(f"held-out predictions need at least {num_folds} conversations, got {len(members)}")
-    scaled = scaled_features(differences)
+    scaled = differences / np.maximum(np.sqrt((differences**2).mean(axis=0)), 1e-12)
     fold = np.random.default_rng(seed).permutation(len(members)) % num_folds
     margins = np.zeros((len(RIDGES), len(label)))
     for held in range(num_folds):
@@ -265,19 +265,6 @@ def held_out_margins(
     nll = -(label * log_expit(margins) + (1 - label) * log_expit(-margins)).mean(axis=1)
     best = int(np.argmin(nll))
     return margins[best], RIDGES[best]
-
-
-def scaled_features(
-    differences: Float[np.ndarray, "pairs features"], like: Float[np.ndarray, "others features"] | None = None
-) -> Float[np.ndarray, "pairs features"]:
-    """Differences with each feature divided by its root mean square over these or other pairs.
-
-    Args:
-        differences: features of the first response less the second's.
-        like: differences of the pairs that the root mean square is taken over; None takes `differences`.
-    """
-    rows = differences if like is None else like
-    return np.asarray(differences / np.maximum(np.sqrt((rows**2).mean(axis=0)), 1e-12))
 
 
 def suspected_labels(chances: Float[np.ndarray, " pairs"], *, false_positive_rate: float = 0.05) -> SuspectedLabels:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 from jaxtyping import Float
@@ -29,7 +28,7 @@ from rm_optimizer.core.metrics.intervals import StudentMean
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.records.codec import JsonRecord
 
-MARGINS: Mapping[Score, float] = MappingProxyType({"accuracy": 0.01, "nll": 0.005, "brier": 0.0025, "ece": 0.01})
+MARGINS: Mapping[Score, float] = {"accuracy": 0.01, "nll": 0.005, "brier": 0.0025, "ece": 0.01}
 """Differences that do not matter: 0.01 in accuracy, and approximately the same in terms of the other scores."""
 
 

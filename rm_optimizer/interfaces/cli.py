@@ -41,57 +41,54 @@ HYDRA: dict[str, Any] = {
     "cls": HydraCommand,
     "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
 }
-GROUPS: dict[str, list[tuple[Callable[..., None], dict[str, Any]]]] = {
-    "Train and analyze": [(train, HYDRA), (analyze, HYDRA), (estimate, HYDRA)],
-    "Evaluate and compare": [
-        (evaluate, {}),
-        (leaderboard, {}),
-        (score, {}),
-        (doctor, {}),
-        (why, {}),
-        (blame, {}),
-        (report, {}),
-    ],
-    "Couple to a policy": [(readiness, {}), (bon, {}), (rlhf, HYDRA)],
-    "Labels": [(select, {}), (label, {}), (label_import, {}), (scaling, {})],
-    "Import and export": [(import_model, {"name": "import"}), (export_model, {"name": "export"})],
-    "Serve": [(serve, {})],
-    "Look up": [(info, {}), (params, {})],
+Command = Callable[..., None]
+GROUPS: dict[str, list[Command]] = {
+    "Train and analyze": [train, analyze, estimate],
+    "Evaluate and compare": [evaluate, leaderboard, score, doctor, why, blame, report],
+    "Couple to a policy": [readiness, bon, rlhf],
+    "Labels": [select, label, label_import, scaling],
+    "Import and export": [import_model, export_model],
+    "Serve": [serve],
+    "Look up": [info, params],
 }
-"""Commands with their settings, by heading of `rm-opt --help`; groups such as `rm-opt data` are added below."""
+"""Commands by heading of `rm-opt --help`; groups such as `rm-opt data` are added below."""
+SETTINGS: dict[Command, dict[str, Any]] = {
+    **dict.fromkeys((train, analyze, estimate, rlhf, ensemble_train), HYDRA),
+    import_model: {"name": "import"},
+    export_model: {"name": "export"},
+}
+"""Settings of the commands that have some."""
 
 app = typer.Typer(cls=RootCommands, help="Train, measure and use Bradley-Terry reward models.", **QUIET)
-Member = tuple[Callable[..., None], dict[str, Any]]
 STUDY = (compare.plan, compare.run, compare.status, compare.retry, compare.report, compare.across)
 
 
-def _add_group(name: str, panel: str, about: str, members: dict[str, Member], kind: type[Commands] = Commands) -> None:
+def _add_group(name: str, panel: str, about: str, members: dict[str, Command], kind: type[Commands] = Commands) -> None:
     """Add a command that holds others."""
     group = typer.Typer(cls=kind, help=about, add_completion=False, **QUIET)
-    for member, (command, settings) in members.items():
-        group.command(member, **settings)(with_field_flags(command))
+    for member, command in members.items():
+        group.command(member, **SETTINGS.get(command, {}))(with_field_flags(command))
     app.add_typer(group, name=name, rich_help_panel=panel)
 
 
-_add_group("data", "Data", "Check and clean preference data.", {"check": (data_check, {}), "clean": (data_clean, {})})
+_add_group("data", "Data", "Check and clean preference data.", {"check": data_check, "clean": data_clean})
 _add_group(
     "ensemble",
     "Couple to a policy",
     "Join reward models into an ensemble with uncertainty.",
-    {"train": (ensemble_train, HYDRA), "join": (ensemble_join, {})},
+    {"train": ensemble_train, "join": ensemble_join},
 )
 _add_group(
     "compare",
     "Evaluate and compare",
     "Compare runs or optimizers, or run a study. Finished runs: `rm-opt compare RUN RUN`. Optimizers: "
     "`rm-opt compare --optimizers A,B`.",
-    {each.__name__: (each, {}) for each in STUDY}
-    | {DEFAULT: (compare.compare, {}), OF_OPTIMIZERS: (compare.compare_optimizers, {})},
+    {each.__name__: each for each in STUDY} | {DEFAULT: compare.compare, OF_OPTIMIZERS: compare.compare_optimizers},
     DefaultCommands,
 )
 for panel, commands in GROUPS.items():
-    for command, settings in commands:
-        app.command(rich_help_panel=panel, **settings)(with_field_flags(command))
+    for command in commands:
+        app.command(rich_help_panel=panel, **SETTINGS.get(command, {}))(with_field_flags(command))
 
 
 def _print_version(wanted: bool) -> None:

@@ -287,13 +287,6 @@ def length_note(model: BradleyTerryRM) -> str | None:
     )
 
 
-def notes_on(model: BradleyTerryRM, num: int, num_prompt_cut: int, num_response_cut: int) -> list[str]:
-    """Sentences about text that a model's rewards leave out; counts as in `cut_notes`."""
-    notes = cut_notes(f"{model.max_length} tokens", num, num_prompt_cut, num_response_cut)
-    note = length_note(model)
-    return notes if note is None else [*notes, note]
-
-
 def cut_notes(where: str, num: int, num_prompt_cut: int, num_response_cut: int) -> list[str]:
     """List of one sentence about cut sequences; empty if none was cut.
 

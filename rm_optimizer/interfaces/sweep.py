@@ -37,9 +37,8 @@ class Job:
 
 def failed_job(overrides: Sequence[str], folder: str, error: Exception) -> Job:
     """The job that an error ended; a bug, which is no `RMOptimizerError`, has exit code 1."""
-    status = "failed"
-    if isinstance(error, TrainingDiverged | Interrupted):
-        status = "diverged" if isinstance(error, TrainingDiverged) else "stopped"
+    named = {TrainingDiverged: "diverged", Interrupted: "stopped"}
+    status = next((name for kind, name in named.items() if isinstance(error, kind)), "failed")
     code = error.exit_code if isinstance(error, RMOptimizerError) else 1
     return Job(
         overrides=tuple(overrides), status=status, objective=None, folder=folder, error=str(error), exit_code=code

@@ -316,8 +316,8 @@ def print_run(result: RunResult, console: Console | None = None) -> None:
         print_line(f"{name:>9}: {line}", console)
 
 
-def diagnosis_table(diagnosis: Diagnosis, *, show_all: bool = False) -> Group:
-    """Checks of a diagnosis, and the verdict.
+def print_diagnosis(diagnosis: Diagnosis, console: Console | None = None, *, show_all: bool = False) -> None:
+    """Print the checks of a diagnosis, and the verdict.
 
     There is a row for each check that is not ok, and a line for checks that passed or were skipped.
     """
@@ -352,9 +352,5 @@ def diagnosis_table(diagnosis: Diagnosis, *, show_all: bool = False) -> Group:
     parts = [f"{len(names)} {word} ({', '.join(names)})" for word, names in bad.items() if names]
     said = "; ".join(parts) or "nothing found that breaks a reward model"
     verdict = f"verdict: {diagnosis.verdict} in {diagnosis.wall_seconds:.1f} s: {said}"
-    return Group(*head, *fine, *skipped, *samples, Text(verdict, _STYLES[diagnosis.verdict]))
-
-
-def print_diagnosis(diagnosis: Diagnosis, console: Console | None = None, *, show_all: bool = False) -> None:
-    """Print `diagnosis_table`."""
-    (console or output_console()).print(diagnosis_table(diagnosis, show_all=show_all))
+    shown = Group(*head, *fine, *skipped, *samples, Text(verdict, _STYLES[diagnosis.verdict]))
+    (console or output_console()).print(shown)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from rm_optimizer.errors import ConfigError, did_you_mean
@@ -24,32 +23,28 @@ from rm_optimizer.schema.optimizers import ScheduleName
 
 REFERENCE = "adamw"
 """The arm that others are compared with, if it is among the optimizers."""
-OWNED = MappingProxyType(
-    {
-        "optimizer": "learning rates are tuned and the other options are each preset's",
-        "seed": "tuning and final runs have different seeds",
-        "schedule": "every optimizer takes its preset's; schedule.warmup_ratio and schedule.min_lr_ratio may be set",
-        "output_dir": "--output names the folder",
-        "hydra.run.dir": "--output names the folder",
-        "resume": "a comparison continues where it stopped",
-        "publish": "weights of a comparison are not kept",
-        "data.train": "--data names the training pairs",
-        "data.val": "--val names the validation pairs",
-        "data.over_long": "every optimizer is scored on all pairs, cut to model.max_length",
-        **dict.fromkeys(("data.thinking", "data.special_tokens"), "every optimizer reads pairs as the base model does"),
-        "training.early_stopping": "every run is judged by its last weights after the whole schedule",
-        "training.monitor": "every run is judged by its last weights after the whole schedule",
-        "training.checkpoint_every": "every run is judged by its last weights after the whole schedule",
-    }
-)
+OWNED: Mapping[str, str] = {
+    "optimizer": "learning rates are tuned and the other options are each preset's",
+    "seed": "tuning and final runs have different seeds",
+    "schedule": "every optimizer takes its preset's; schedule.warmup_ratio and schedule.min_lr_ratio may be set",
+    "output_dir": "--output names the folder",
+    "hydra.run.dir": "--output names the folder",
+    "resume": "a comparison continues where it stopped",
+    "publish": "weights of a comparison are not kept",
+    "data.train": "--data names the training pairs",
+    "data.val": "--val names the validation pairs",
+    "data.over_long": "every optimizer is scored on all pairs, cut to model.max_length",
+    **dict.fromkeys(("data.thinking", "data.special_tokens"), "every optimizer reads pairs as the base model does"),
+    "training.early_stopping": "every run is judged by its last weights after the whole schedule",
+    "training.monitor": "every run is judged by its last weights after the whole schedule",
+    "training.checkpoint_every": "every run is judged by its last weights after the whole schedule",
+}
 """Options, and groups of them, that a comparison sets itself, each with the reason."""
-LEAST = MappingProxyType(
-    {
-        **dict.fromkeys(("tuning_seeds", "seeds", "pairs_per_prompt"), 1),
-        **dict.fromkeys(("pairs", "val_pairs", "test_pairs"), 2),
-        "curvature_pairs": 0,
-    }
-)
+LEAST: Mapping[str, int] = {
+    **dict.fromkeys(("tuning_seeds", "seeds", "pairs_per_prompt"), 1),
+    **dict.fromkeys(("pairs", "val_pairs", "test_pairs"), 2),
+    "curvature_pairs": 0,
+}
 """Smallest allowed values of the sizes."""
 SHARED = ("schedule.warmup_ratio", "schedule.min_lr_ratio")
 """Options of these groups that may be set, with the same value for all optimizers."""
@@ -73,14 +68,12 @@ class Budget(StrEnum):
     paper = "paper"
 
 
-BUDGETS: Mapping[Budget, Mapping[str, int]] = MappingProxyType(
-    {
-        Budget.smoke: {"rates": 3, "tuning_seeds": 1, "seeds": 2, "curvature_pairs": 16}
-        | dict.fromkeys(("pairs", "val_pairs", "test_pairs"), 256),
-        Budget.standard: {"rates": 5, "tuning_seeds": 1, "seeds": 5, "curvature_pairs": 64},
-        Budget.paper: {"rates": 7, "tuning_seeds": 2, "seeds": 10, "curvature_pairs": 256},
-    }
-)
+BUDGETS: Mapping[Budget, Mapping[str, int]] = {
+    Budget.smoke: {"rates": 3, "tuning_seeds": 1, "seeds": 2, "curvature_pairs": 16}
+    | dict.fromkeys(("pairs", "val_pairs", "test_pairs"), 256),
+    Budget.standard: {"rates": 5, "tuning_seeds": 1, "seeds": 5, "curvature_pairs": 64},
+    Budget.paper: {"rates": 7, "tuning_seeds": 2, "seeds": 10, "curvature_pairs": 256},
+}
 """Sizes of each budget, by their names in `ComparisonOptions`."""
 
 

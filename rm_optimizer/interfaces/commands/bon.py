@@ -12,7 +12,7 @@ from typer import Argument, Context, Option
 
 from rm_optimizer.errors import ConfigError, DataError, Interrupted, RewardServerUnavailable
 from rm_optimizer.interfaces.commands.policy_options import PolicyOptions, load_judge, require_other
-from rm_optimizer.interfaces.inputs import SavedModel, notes_on
+from rm_optimizer.interfaces.inputs import SavedModel, cut_notes, length_note
 from rm_optimizer.schema.rlhf import WORLD
 
 if TYPE_CHECKING:
@@ -85,7 +85,8 @@ def bon(
     if prompts_cut is None or responses_cut is None:  # a server does not count them, so the model's local copy does
         of_each = [cut_counts(model.encode([row.prompt] * len(row.responses), row.responses)) for row in ranked]
         prompts_cut, responses_cut = (sum(side) for side in zip(*of_each, strict=True))
-    for note in notes_on(model, counts.num_responses, prompts_cut, responses_cut):
+    cut = cut_notes(f"{model.max_length} tokens", counts.num_responses, prompts_cut, responses_cut)
+    for note in filter(None, (*cut, length_note(model))):
         print(f"warning: {note}")
     print(f"prompts: {len(ranked)}, each with {proxy.shape[1]} ranked responses: {out_file}")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Context, Option
@@ -190,15 +190,13 @@ def label(
     print(f"rm-opt label-import {questions} --out FILE reads the answers")
 
 
-OWNED = MappingProxyType(
-    {
-        "data.max_pairs": "--sizes says how many pairs",
-        "data.split_seed": "each run has its own seed",
-        "seed": "--seeds says how many",
-        "output_dir": "runs are in the folder of the study",
-        "hydra.run.dir": "runs are in the folder of the study",
-    }
-)
+OWNED: Mapping[str, str] = {
+    "data.max_pairs": "--sizes says how many pairs",
+    "data.split_seed": "each run has its own seed",
+    "seed": "--seeds says how many",
+    "output_dir": "runs are in the folder of the study",
+    "hydra.run.dir": "runs are in the folder of the study",
+}
 """Options that the study sets itself, each with the reason."""
 
 
