@@ -31,7 +31,7 @@ from rm_optimizer.reporting.readiness import readiness_rows
 from rm_optimizer.reporting.tables import TextTable, group_rows, metrics_rows
 from rm_optimizer.rl_coupling.readiness.report import RLReadinessReport
 from rm_optimizer.schema.landscape import AnalysisType
-from rm_optimizer.training.folder.model_card import card_sections, card_summary, card_title, finished_result
+from rm_optimizer.training.folder.model_card import card_sections, card_summary, card_title
 from rm_optimizer.training.folder.record import RunResult
 
 REPORT_FOLDER = "report"
@@ -99,6 +99,27 @@ def _document(folder: Path) -> Document | None:
     return None
 
 
+def finished_result(run_dir: Path) -> RunResult:
+    """The result of a finished run.
+
+    Raises:
+        DataError: if the folder holds no run, or one that has not ended.
+    """
+    if (result := RunResult.read(run_dir)) is not None:
+        return result
+    if not RunFolder(run_dir).is_used:
+        raise DataError(
+            f"{run_dir} holds no run ({RESULT_FILE} is missing) and no study; name the folder of a finished run, "
+            "of several runs, or of a comparison of optimizers"
+        )
+    if (error := RunFolder(run_dir).divergence) is not None:
+        raise DataError(f"{run_dir} holds a run that diverged, so it has no page: {error}")
+    raise DataError(
+        f"{run_dir} holds a run that has no result yet ({RESULT_FILE} is missing or damaged); finish it with "
+        "resume=auto"
+    )
+
+
 def run_document(run_dir: Path) -> Document:
     """Content of the page of a run.
 
@@ -108,19 +129,7 @@ def run_document(run_dir: Path) -> Document:
     Raises:
         DataError: if the folder holds no run, or one that has not ended.
     """
-    result, missing = RunResult.read(run_dir), list[str]()
-    if result is None:
-        if not RunFolder(run_dir).is_used:
-            raise DataError(
-                f"{run_dir} holds no run ({RESULT_FILE} is missing) and no study; name the folder of a finished run, "
-                "of several runs, or of a comparison of optimizers"
-            )
-        if (error := RunFolder(run_dir).divergence) is not None:
-            raise DataError(f"{run_dir} holds a run that diverged, so it has no page: {error}")
-        raise DataError(
-            f"{run_dir} holds a run that has no result yet ({RESULT_FILE} is missing or damaged); finish it with "
-            "resume=auto"
-        )
+    result, missing = finished_result(run_dir), list[str]()
     metrics, rows = result.metrics, metrics_rows(result.metrics)
     if result.data.ceiling is not None:
         rows["ceiling (gold reward)"] = result.data.ceiling

@@ -12,7 +12,8 @@ from rm_optimizer.core.importing.publishing import CARD_FILE
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.records.run_folder import DOCTOR_FILE
-from rm_optimizer.training.folder.model_card import finished_result, write_card
+from rm_optimizer.reporting.folder_page import finished_result
+from rm_optimizer.training.folder.model_card import write_card
 
 CONSTANTS = {"95", "2"}
 """Numbers of the text itself: the intervals' share, and the 2 of log 2."""
@@ -79,7 +80,7 @@ def test_the_doctor_of_the_exported_model_adds_its_findings(trained: Path, tmp_p
 
 
 def test_a_folder_without_a_finished_run_is_refused(tmp_path: Path, trained: Path):
-    with pytest.raises(DataError, match=r"holds no result of a run \(run.json\)"):
+    with pytest.raises(DataError, match=r"holds no run \(run.json is missing\)"):
         finished_result(tmp_path)
     (tmp_path / "run.json").write_text((trained / "run.json").read_text())
     with pytest.raises(DataError, match="holds no exported model"):

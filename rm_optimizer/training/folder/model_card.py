@@ -12,7 +12,6 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from rm_optimizer.core.importing.publishing import CARD_FILE, use_of
-from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.pairwise import LEAST_PAIRS, PairwiseMetrics
 from rm_optimizer.errors import DataError
 from rm_optimizer.records.files import write_text
@@ -56,18 +55,6 @@ def model_card(run_dir: Path, result: RunResult) -> str:
     use = use_of(Path(result.export), max_length, result.config["model"].get("pooling_head"))
     text = f"{card_summary(result)}\n\n{card_sections(run_dir, result)}\n\n## How to use\n\n{use}"
     return f"---\n{_metadata(title, result)}\n---\n\n# {title}\n\n{text}\n"
-
-
-def finished_result(run_dir: Path) -> RunResult:
-    """The result of a finished run.
-
-    Raises:
-        DataError: if the folder holds none.
-    """
-    result = RunResult.read(run_dir)
-    if result is None:
-        raise DataError(f"{run_dir} holds no result of a run (run.json): finish its training with resume=auto first")
-    return result
 
 
 def card_title(result: RunResult) -> str:
@@ -130,18 +117,18 @@ def _results(result: RunResult) -> str:
     rows = {"validation pairs": f"{metrics.num_pairs} ({_validation(result)})", "prompts": str(metrics.num_prompts)}
     if metrics.collapse.collapsed:
         rows["verdict"] = f"**{metrics.collapse.reason}**"
-    rows["accuracy"] = _shown(metrics.accuracy)
+    rows["accuracy"] = str(metrics.accuracy)
     if not math.isnan(metrics.longer_wins.value):
-        rows["length baseline (the longer response wins)"] = _shown(metrics.longer_wins)
-        rows["accuracy − length baseline"] = _shown(metrics.over_length)
+        rows["length baseline (the longer response wins)"] = str(metrics.longer_wins)
+        rows["accuracy − length baseline"] = str(metrics.over_length)
     if data.ceiling is not None:
         rows["accuracy of the true reward"] = f"{data.ceiling:.3f}"
-    rows["NLL (chance: log 2)"] = _shown(metrics.nll)
-    rows["mean margin"] = _shown(metrics.mean_margin)
+    rows["NLL (chance: log 2)"] = str(metrics.nll)
+    rows["mean margin"] = str(metrics.mean_margin)
     parts = [markdown_table(("", "value [95 % interval]"), rows.items())]
     for column, groups in metrics.groups.items():
         listed = sorted(groups.items(), key=lambda item: (-item[1].num_pairs, item[0]))
-        lines = [(name, str(group.num_pairs), _shown(group.accuracy)) for name, group in listed]
+        lines = [(name, str(group.num_pairs), str(group.accuracy)) for name, group in listed]
         parts.append(markdown_table((column, "pairs", "accuracy"), lines))
     return "\n\n".join(parts)
 
@@ -154,9 +141,9 @@ def _calibration(metrics: PairwiseMetrics) -> str:
         else f"No temperature calibrates it: {fit.reason}."
     )
     rows = {
-        "ECE": _shown(metrics.ece),
+        "ECE": str(metrics.ece),
         "ECE of a perfect model on as many pairs": f"{metrics.ece_noise_floor:.3f}",
-        "Brier score": _shown(metrics.brier),
+        "Brier score": str(metrics.brier),
     }
     return f"{markdown_table(('', 'value [95 % interval]'), rows.items())}\n\n{advice}"
 
@@ -170,14 +157,14 @@ def _measured_weaknesses(result: RunResult) -> Iterator[str]:
     elif result.config["data"]["train"] is None:
         yield "It was trained on a synthetic world of short texts and is no judge of other texts."
     if metrics.over_length.low is not None and metrics.over_length.low <= 0:
-        yield f"It is not shown to be better than counting characters: {_shown(metrics.over_length)} in accuracy."
+        yield f"It is not shown to be better than counting characters: {metrics.over_length} in accuracy."
     if metrics.ece.low is not None and metrics.ece.low > metrics.ece_noise_floor:
         yield "Its probabilities are miscalibrated beyond what as many pairs of a perfect model would show."
     for column, groups in metrics.groups.items():
         large = {name: group for name, group in groups.items() if group.num_pairs >= LEAST_PAIRS}
         if len(large) > 1:
             name, worst = min(large.items(), key=lambda item: item[1].accuracy.value)
-            accuracy = _shown(worst.accuracy)
+            accuracy = str(worst.accuracy)
             yield f"Lowest accuracy of {len(large)} by {column}: {name}, {accuracy} on {worst.num_pairs} pairs."
     data = result.data
     for split, cut in data.truncation.items():
@@ -221,10 +208,6 @@ def _training(run_dir: Path, result: RunResult) -> str:
         "versions": ", ".join(f"{name} {version}" for name, version in result.versions.items()),
     }
     return markdown_table(("", ""), rows.items())
-
-
-def _shown(estimate: Estimate) -> str:
-    return "n/a" if math.isnan(estimate.value) else str(estimate)
 
 
 def _validation(result: RunResult) -> str:
