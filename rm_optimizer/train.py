@@ -83,8 +83,8 @@ def _sweep(line: CommandLine[TrainConfig]) -> None:
             print_comparison(comparison)
             write_comparison(comparison, SWEEP.folder / COMPARISON)
             print(f"JSON, Parquet and pictures: {SWEEP.folder / COMPARISON}")
-    if SWEEP.exit_code:
-        sys.exit(SWEEP.exit_code)
+    if code := next((job.exit_code for job in SWEEP.jobs if job.exit_code), 0):
+        sys.exit(code)
 
 
 def _in_folder(overrides: Sequence[str], folder: Path) -> list[str]:

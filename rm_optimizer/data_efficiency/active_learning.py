@@ -143,7 +143,6 @@ class ActiveLearner:
         self.num_pairs = len(self._pool)
         questions = questions_of(self._pool, np.arange(len(self._pool)), seed=seed)
         self._questions = {question.pair_id: question for question in questions}
-        self._places = {question.pair_id: place for place, question in enumerate(questions)}
         self._identity = digest([sorted(self._questions), self.acquisition.name, seed])
 
     def select(self, pool: object, k: int = 100) -> list[Any]:
@@ -176,8 +175,8 @@ class ActiveLearner:
         if not self._questions:
             raise ConfigError("ask needs unlabeled pairs; give ActiveLearner(pool=PAIRS), or call select(PAIRS, k)")
         with self._state() as state:
-            is_known = np.zeros(len(self._pool), dtype=bool)
-            is_known[[self._places[key] for batch in state.batches for key in batch]] = True
+            known = {key for batch in state.batches for key in batch}
+            is_known = np.array([key in known for key in self._questions], dtype=bool)
             if not state.open and (num := min(k, int((~is_known).sum()))):
                 model = model or self.model
                 pool, seed = read_pool(self._pool, model, is_labeled=is_known), self._seed + len(state.batches)

@@ -85,11 +85,6 @@ class Sweep:
         self.jobs.append(job)
         write_text(folder / SWEEP_FILE, json.dumps([asdict(each) for each in self.jobs], indent=1) + "\n")
 
-    @property
-    def exit_code(self) -> int:
-        """The code of the first job that did not finish; 0 if all finished."""
-        return next((job.exit_code for job in self.jobs if job.exit_code), 0)
-
     def table(self) -> str:
         """One line for each job: number, status, objective, folder, the options that differ, and the error message."""
         own = own_overrides([job.overrides for job in self.jobs])

@@ -405,8 +405,8 @@ ROWS: list[tuple[str, str]] = [
     ("ensemble join best best/. --data nowhere.jsonl --output e", "nowhere.jsonl: no such file"),
     ("ensemble join best best/. --data pairs.jsonl --output e --false-positive-rate 0", "--false-positive-rate"),
     ("ensemble train --output e --seeds 1", "--seeds"),
-    ("ensemble train --output e seed=1", "sets seeds and folders itself, got seed=1"),
-    ("ensemble train --output e --multirun", "takes options as name=value, got --multirun"),
+    ("ensemble train --output e seed=1", "sets seed itself: members differ in it; leave out seed=1"),
+    ("ensemble train --output e --multirun", "options of the runs are written name=value, got '--multirun'"),
     ("ensemble train --output e optimiser=adamw", "unknown option 'optimiser'; did you mean 'optimizer'"),
     ("ensemble train --output pairs.jsonl/e", "hydra.run.dir must be a folder that can be written"),
     # best of n
@@ -465,8 +465,8 @@ ROWS: list[tuple[str, str]] = [
     ("rlhf r --reward-model ./nowhere", "nowhere"),
     ("rlhf r --gold causal", "head"),
     ("rlhf r rlhf.stepz=2", "unknown option 'rlhf.stepz'; did you mean 'rlhf.steps'"),
-    ("rlhf r output_dir=x", "sets its folders itself, got output_dir=x"),
-    ("rlhf r --step 3", "takes options as name=value, got --step"),
+    ("rlhf r output_dir=x", "sets output_dir itself: OUTPUT is the folder; leave out output_dir=x"),
+    ("rlhf r --step 3", "options of the runs are written name=value, got '--step'"),
     ("rlhf pairs.jsonl", "hydra.run.dir must be a folder that can be written"),
     ("rlhf best", "must not be the folder of a run or a model"),
     # analyze

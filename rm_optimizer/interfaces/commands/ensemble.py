@@ -37,16 +37,15 @@ def ensemble_train(
     OUTPUT/seed-N. With adapter=lora and model.path=MODEL the members are the adapters OUTPUT/seed-N/adapter, which
     share that model in memory.
     """
+    from rm_optimizer.experiments.training_trials import require_shared
     from rm_optimizer.interfaces.command_line import checked
     from rm_optimizer.records.quoting import in_quotes
     from rm_optimizer.schema import TrainConfig
 
     _require_rate(false_positive_rate)
-    for item in ctx.args:
-        if item.lstrip("+").startswith(("seed=", "hydra.run.dir=", "output_dir=")):
-            raise ConfigError(f"rm-opt ensemble train sets seeds and folders itself, got {item}; leave it out")
-    if flags := [item for item in ctx.args if item.startswith("-")]:
-        raise ConfigError(f"rm-opt ensemble train takes options as name=value, got {flags[0]}; write name=value")
+    folder = "members are trained in folders of --output"
+    owned = {"seed": "members differ in it", "hydra.run.dir": folder, "output_dir": folder}
+    require_shared(ctx.args, owned, "rm-opt ensemble train")
     folders = [output / f"seed-{seed}" for seed in range(seeds)]
     resumes = any(item.lstrip("+").startswith("resume=") for item in ctx.args)
     own = list(ctx.args) if resumes else [*ctx.args, "resume=auto"]

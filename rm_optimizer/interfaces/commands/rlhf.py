@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Context, Option
 
-from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.launch import as_overrides
 from rm_optimizer.schema.rlhf import WORLD
 
@@ -37,17 +36,16 @@ def rlhf(
     rlhf.NAME; reward models take the options of `rm-opt train`. Every checkpoint is measured on fresh
     responses. Repeat a stopped command to continue it.
     """
+    from rm_optimizer.experiments.training_trials import require_shared
     from rm_optimizer.interfaces.command_line import checked
     from rm_optimizer.interfaces.outputs import made_folder
     from rm_optimizer.records.quoting import in_quotes
     from rm_optimizer.records.recall import written
     from rm_optimizer.schema.rlhf import RLHFRunConfig
 
-    if flags := [item for item in ctx.args if item.startswith("-")]:
-        raise ConfigError(f"rm-opt rlhf takes options as name=value, got {flags[0]}; write name=value")
-    own = [item for item in ctx.args if item.lstrip("+").startswith(("hydra.run.dir=", "output_dir=", "resume="))]
-    if own:
-        raise ConfigError(f"rm-opt rlhf sets its folders itself, got {own[0]}; leave it out")
+    folder = "OUTPUT is the folder"
+    owned = {"hydra.run.dir": folder, "output_dir": folder, "resume": "a repeated command continues"}
+    require_shared(ctx.args, owned, "rm-opt rlhf")
     given = {
         "rlhf.policy": policy,
         "rlhf.prompts": prompts,
