@@ -19,6 +19,7 @@ from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.run_folder import OPTIONS_FILE, PAIR_REWARDS_FILE, RESULT_FILE, PairReward, RunFolder
 from rm_optimizer.records.run_options import BY_CONTENT, decisive_options
+from rm_optimizer.schema.checks import require_once
 from rm_optimizer.training.folder.record import RunResult
 
 PairKey = tuple[str, float, float, int]
@@ -144,9 +145,7 @@ def read_runs(paths: Sequence[Path]) -> FoundRuns:
                 )
             else:
                 left_out.append(f"{folder} has not finished and is left out")
-    twice = [path for path, count in Counter(folder.resolve() for folder in folders).items() if count > 1]
-    if twice:
-        raise ConfigError(f"each run must be named once, but {twice[0]} is named twice; leave one of them out")
+    require_once("a comparison", "run", (folder.resolve() for folder in folders))
     shared = Path(os.path.commonpath([folder.absolute() for folder in folders])) if folders else Path()
     if any(folder.absolute() == shared for folder in folders):
         shared = shared.parent

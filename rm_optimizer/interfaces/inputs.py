@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -16,6 +15,7 @@ from typer import Argument, Context, Option
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.locations import resolve_source
+from rm_optimizer.schema.checks import require_once
 from rm_optimizer.schema.data import DataConfig, ReadOptions, Spelling, read_config
 from rm_optimizer.training.processes import launched_processes
 
@@ -74,9 +74,8 @@ class PairOptions:
         paths = [str(each["path"]) for each in sources]
         for name in paths:
             require_files(name)
-        named = Counter(file for name in paths for part in source_files(name) for file in part.files)
-        if twice := [file for file, count in named.items() if count > 1]:
-            raise ConfigError(f"--data must name each file once, got '{twice[0]}' twice")
+        files = (file for name in paths for part in source_files(name) for file in part.files)
+        require_once("--data", "file", files)
         from rm_optimizer.core.tokens.audit import layout_examples  # takes a second
         from rm_optimizer.core.tokens.dataset import load_pairs
 
@@ -113,8 +112,7 @@ class PairOptions:
         Raises:
             ConfigError: if a source is named twice.
         """
-        if len(set(sources)) < len(sources):
-            raise ConfigError(f"{named} must name each source once, got {', '.join(sources)}")
+        require_once(named, "source", sources)
         names = [Path(source_options(source)["path"]).name or source for source in sources]
         keys = names if len(set(names)) == len(names) else sources
         return {key: self.load(each, shows_layouts=shows_layouts) for key, each in zip(keys, sources, strict=True)}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -64,6 +65,21 @@ def require(condition: bool, option: str, expected: str, got: object) -> None:
     """
     if not condition:
         raise ConfigError(f"{option} must {expected}, got {got}")
+
+
+def require_once(option: str, kind: str, names: Iterable[object]) -> None:
+    """Raise if a name is given twice.
+
+    Args:
+        option: the option's name as the user types it.
+        kind: kind of what is named, in the singular.
+        names: the names.
+
+    Raises:
+        ConfigError: naming the first such name.
+    """
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    require(twice is None, option, f"name each {kind} once", f"'{twice}' twice; leave one out")
 
 
 def require_key(option: str, key: str) -> None:

@@ -70,7 +70,7 @@ ROWS: list[tuple[str, str]] = [
     ("compare --optimizers adamw,moun --data pairs.jsonl", "unknown optimizer 'moun'; did you mean 'muon'?"),
     (
         "compare --optimizers adamw,adamw --data pairs.jsonl",
-        "--optimizers must name each optimizer once, got adamw twice",
+        "--optimizers must name each optimizer once, got 'adamw' twice",
     ),
     ("compare --optimizers adamw,prodigy --data pairs.jsonl", "prodigy estimates its own learning rate"),
     (

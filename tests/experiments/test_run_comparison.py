@@ -195,8 +195,8 @@ def test_a_damaged_run_is_refused_by_the_name_of_its_file(name, trained_runs, tm
         (["adamw/0"], "needs two finished runs or more, got 1"),
         (["adamw/0", "nowhere"], "nowhere', which is no folder"),
         (["adamw/0", "adamw/0/run.json"], "run.json', which is no folder"),
-        (["adamw/0", "adamw"], "adamw/0 is named twice"),
-        (["adamw/0", "adamw/0/best"], "adamw/0 is named twice"),
+        (["adamw/0", "adamw"], "adamw/0' twice"),
+        (["adamw/0", "adamw/0/best"], "adamw/0' twice"),
     ],
 )
 def test_what_is_no_pair_of_runs_is_refused(names, says, trained_runs):

@@ -19,6 +19,7 @@ from rm_optimizer.experiments.training_trials import require_shared
 from rm_optimizer.experiments.trial import stored
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.schema import TrainConfig, compose, typed
+from rm_optimizer.schema.checks import require_once
 from rm_optimizer.schema.optimizers import ScheduleName
 
 REFERENCE = "adamw"
@@ -149,11 +150,7 @@ class ComparisonOptions(JsonRecord, indent=1):
 
     def __post_init__(self) -> None:
         optimizers = self.optimizers
-        for name in optimizers:
-            if optimizers.count(name) > 1:
-                raise ConfigError(
-                    f"--optimizers must name each optimizer once, got {name} twice; differing seeds are --seeds"
-                )
+        require_once("--optimizers", "optimizer", optimizers)
         if len(optimizers) < 2:
             raise ConfigError(f"--optimizers must name at least 2 optimizers, got {', '.join(optimizers) or 'none'}")
         if self.reference not in optimizers:

@@ -13,6 +13,7 @@ from typer import Argument, Context, Option
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.inputs import PairOptions, SavedModel
+from rm_optimizer.schema.checks import require_once
 
 if TYPE_CHECKING:
     from rm_optimizer.core.pairs.pair import PreferencePair
@@ -74,8 +75,7 @@ def ensemble_join(
 ) -> None:
     """Join reward models into an ensemble. Reference pairs set their scales and the threshold of uncertainty."""
     _require_rate(false_positive_rate)
-    if len(set(models)) < len(models):
-        raise ConfigError(f"MODELS must name each model once, got {', '.join(models)}")
+    require_once("MODELS", "model", models)
     pairs = pair_options.load(sources).pairs
     _join(models, pairs, output, false_positive_rate, SavedModel(models[0], max_length=max_length))
 
