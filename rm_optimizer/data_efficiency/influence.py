@@ -48,6 +48,7 @@ from rm_optimizer.landscape.operators.support import support_of
 from rm_optimizer.records.accelerator import rank_in_group
 from rm_optimizer.records.files import replacing
 from rm_optimizer.schema import LossConfig
+from rm_optimizer.schema.checks import require
 
 COLUMNS = ("source", "subset", "annotator")
 """Columns that group pairs if none are named."""
@@ -121,8 +122,7 @@ def blame(
         ConfigError: if the damping is not positive, or no parameter is selected.
         DataError: if there are fewer than two training pairs, or no pair of the target is left after truncation.
     """
-    if damping is not None and not damping > 0:
-        raise ConfigError(f"damping must be positive, got {damping:g}")
+    require(damping is None or damping > 0, "damping", "be positive", damping)
     if not isinstance(target, BlameTarget):
         pairs = [target] if isinstance(target, PreferencePair) else list(target)
         target = BlameTarget(f"margin of {len(pairs):,} pairs" if len(pairs) > 1 else "margin of a pair", pairs)

@@ -34,6 +34,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from rm_optimizer.errors import ConfigError, did_you_mean, nearest
 from rm_optimizer.interfaces.entry import one_exit
 from rm_optimizer.records.quoting import in_quotes
+from rm_optimizer.schema.checks import require
 from rm_optimizer.schema.composition import ConfigT, check_overrides, completed, composing, config_root, register, typed
 from rm_optimizer.schema.diagnose import counterpart, unknown_option, walk_options
 
@@ -217,8 +218,7 @@ class CommandLine(Generic[ConfigT]):
         """The configuration of these overrides with Hydra's own options, not yet checked."""
         search, config_dir = [], self.flags.config_dir  # a folder of the user's presets comes before the package's
         if config_dir is not None:
-            if not Path(config_dir).is_dir():
-                raise ConfigError(f"--config-dir must name an existing folder, got '{config_dir}'")
+            require(Path(config_dir).is_dir(), "--config-dir", "name an existing folder", f"'{config_dir}'")
             search = [f"hydra.searchpath=[{in_quotes(str(Path(config_dir).resolve()))}]"]
         return hydra_compose(self.main_file, overrides=[*search, *overrides], return_hydra_config=True)
 

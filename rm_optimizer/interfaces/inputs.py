@@ -15,7 +15,7 @@ from typer import Argument, Context, Option
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.locations import resolve_source
-from rm_optimizer.schema.checks import require_once
+from rm_optimizer.schema.checks import require, require_once
 from rm_optimizer.schema.data import DataConfig, ReadOptions, Spelling, read_config
 from rm_optimizer.training.processes import launched_processes
 
@@ -149,8 +149,8 @@ def source_options(text: str) -> dict[str, Any]:
     found = spelled(text)
     if isinstance(found, str):
         return {"path": found}
-    if not isinstance(found.get("path"), str):
-        raise ConfigError(f"a source in braces must name its path, as {{path: a.csv, weight: 2}}, got '{text}'")
+    is_named = isinstance(found.get("path"), str)
+    require(is_named, "a source in braces", "name its path, as {path: a.csv, weight: 2}", f"'{text}'")
     return dict(found)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rm_optimizer.errors import ConfigError, Interrupted, RMOptimizerError
 from rm_optimizer.records.files import write_text
+from rm_optimizer.schema.checks import require
 
 
 def made_folder(folder: Path) -> Path:
@@ -23,14 +24,13 @@ def made_folder(folder: Path) -> Path:
     """
     from rm_optimizer.records.run_folder import require_no_run
 
+    reason = "read-only"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"--output must be a folder that can be written, got '{folder}' ({error.strerror})"
-        ) from error
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"--output must be a folder that can be written, got '{folder}' (read-only)")
+        reason = str(error.strerror)
+    is_writable = folder.is_dir() and os.access(folder, os.W_OK)
+    require(is_writable, "--output", "be a folder that can be written", f"'{folder}' ({reason})")
     require_no_run(folder, "--output")
     return folder
 

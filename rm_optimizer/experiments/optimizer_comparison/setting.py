@@ -19,7 +19,7 @@ from rm_optimizer.experiments.training_trials import require_shared
 from rm_optimizer.experiments.trial import stored
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.schema import TrainConfig, compose, typed
-from rm_optimizer.schema.checks import require_once
+from rm_optimizer.schema.checks import require, require_once
 from rm_optimizer.schema.optimizers import ScheduleName
 
 REFERENCE = "adamw"
@@ -151,24 +151,16 @@ class ComparisonOptions(JsonRecord, indent=1):
     def __post_init__(self) -> None:
         optimizers = self.optimizers
         require_once("--optimizers", "optimizer", optimizers)
-        if len(optimizers) < 2:
-            raise ConfigError(f"--optimizers must name at least 2 optimizers, got {', '.join(optimizers) or 'none'}")
-        if self.reference not in optimizers:
-            names = ", ".join(optimizers)
-            raise ConfigError(f"--reference must be one of --optimizers ({names}), got {self.reference}")
+        names = ", ".join(optimizers)
+        require(len(optimizers) > 1, "--optimizers", "name at least 2 optimizers", names or "none")
+        require(self.reference in optimizers, "--reference", f"be one of --optimizers ({names})", self.reference)
         for name, least in LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
-        if self.seeds > FIRST_TUNING_SEED:
-            raise ConfigError(
-                f"--seeds must be at most {FIRST_TUNING_SEED}, where the tuning seeds begin, got {self.seeds}"
-            )
-        if self.rates % 2 == 0 or self.rates < 3:
-            raise ConfigError(
-                f"--rates must be odd and at least 3, so that each preset's rate is in the middle and an optimum "
-                f"at the edge is seen; got {self.rates}"
-            )
+            require(value is None or value >= least, f"--{name.replace('_', '-')}", f"be at least {least}", value)
+        most = f"be at most {FIRST_TUNING_SEED}, where the tuning seeds begin"
+        require(self.seeds <= FIRST_TUNING_SEED, "--seeds", most, self.seeds)
+        odd = "be odd and at least 3, so that each preset's rate is in the middle and an optimum at the edge is seen"
+        require(self.rates % 2 == 1 and self.rates > 2, "--rates", odd, self.rates)
         require_shared(self.overrides, OWNED, "a comparison of optimizers", but=SHARED)
 
     def config(self, optimizer: str) -> TrainConfig:

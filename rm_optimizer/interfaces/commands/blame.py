@@ -16,6 +16,7 @@ from rm_optimizer.interfaces.entry import rank
 from rm_optimizer.interfaces.field_flags import refuse_unread
 from rm_optimizer.interfaces.inputs import PairOptions, SavedModel, joined_rank
 from rm_optimizer.interfaces.outputs import filling, made_folder
+from rm_optimizer.schema.checks import require
 
 if TYPE_CHECKING:
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
@@ -159,8 +160,7 @@ def _refuse_conflicts(context: Context, folders: Sequence[RunFolder | None]) -> 
     needs += [] if given["output"] else ["--output must name a folder for the results"]
     if outside and needs:
         raise ConfigError(f"{needs[0]}, since {outside[0]} is in no run folder")
-    if 0 < validate < 4:
-        raise ConfigError(f"--validate must be 0 or at least 4, got {validate}")
+    require(not 0 < validate < 4, "--validate", "be 0 or at least 4", validate)
     named = [f"--{name}" for name in ("pair", "subset", "edit") if given[name] is not None]
     named += [] if of == "margin" else [f"--of {of}"]
     if len(named) > 1 and (of != "loss" or "--edit" in named or len(named) > 2):
@@ -170,8 +170,7 @@ def _refuse_conflicts(context: Context, folders: Sequence[RunFolder | None]) -> 
     if validate and of == "eigenvector":
         raise ConfigError("--validate needs a target of pairs, which --of eigenvector is not; leave one out")
     for name in ("damping", "memory_gib"):
-        if given[name] is not None and not given[name] > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} must be positive, got {given[name]:g}")
+        require(given[name] is None or given[name] > 0, f"--{name.replace('_', '-')}", "be positive", given[name])
     if not (given["data"] or given["val"] or given["pair"]):
         refuse_unread(context, "without --data, --data-val or --pair", *PairOptions.__dataclass_fields__)
 
@@ -256,8 +255,7 @@ def _target(
         return BlameTarget(f"mean {of} of {len(named):,} pairs of {subset}", named, of)
     if edit is not None:
         edits = {"length": with_repeated_sentence, **EDITS}
-        if edit not in edits:
-            raise ConfigError(f"--edit must be one of {', '.join(edits)}, got {edit}")
+        require(edit in edits, "--edit", f"be one of {', '.join(edits)}", edit)
         texts = {(each.prompt_id, each.chosen): each for each in pairs if isinstance(each.chosen, str)}
         edited = [
             PreferencePair(each.prompt, changed, each.chosen)

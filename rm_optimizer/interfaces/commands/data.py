@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from rm_optimizer.errors import CheckpointError, ConfigError, DataError
+from rm_optimizer.errors import CheckpointError, DataError
 from rm_optimizer.interfaces.inputs import PairOptions, SavedModel, TokenizedPairOptions, source_options
 from rm_optimizer.interfaces.outputs import printed_beside, write_json
+from rm_optimizer.schema.checks import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -175,8 +176,7 @@ def data_clean(
     suspects_file, report_file = (out.with_name(f"{out.name}.{name}") for name in ("suspects.jsonl", "report.json"))
     for path in (out, suspects_file, report_file):
         require_new(path)
-    if not 0 < false_positive_rate < 1:
-        raise ConfigError(f"--false-positive-rate must lie in (0, 1), got {false_positive_rate}")
+    require(0 < false_positive_rate < 1, "--false-positive-rate", "lie in (0, 1)", false_positive_rate)
     pairs = source.load(data)
     judged = [place for place, pair in enumerate(pairs) if pair.label == 1]
     if num_soft := len(pairs) - len(judged):

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Context, Option
 
-from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.inputs import PairOptions, SavedModel
-from rm_optimizer.schema.checks import require_once
+from rm_optimizer.schema.checks import require, require_once
 
 if TYPE_CHECKING:
     from rm_optimizer.core.pairs.pair import PreferencePair
@@ -43,7 +42,7 @@ def ensemble_train(
     from rm_optimizer.records.quoting import in_quotes
     from rm_optimizer.schema import TrainConfig
 
-    _require_rate(false_positive_rate)
+    require(0 < false_positive_rate < 1, "--false-positive-rate", "lie in (0, 1)", false_positive_rate)
     folder = "members are trained in folders of --output"
     owned = {"seed": "members differ in it", "hydra.run.dir": folder, "output_dir": folder}
     require_shared(ctx.args, owned, "rm-opt ensemble train")
@@ -74,7 +73,7 @@ def ensemble_join(
     max_length: Annotated[int | None, Option("--max-length", min=8, help="Longest sequence in tokens.")] = None,
 ) -> None:
     """Join reward models into an ensemble. Reference pairs set their scales and the threshold of uncertainty."""
-    _require_rate(false_positive_rate)
+    require(0 < false_positive_rate < 1, "--false-positive-rate", "lie in (0, 1)", false_positive_rate)
     require_once("MODELS", "model", models)
     pairs = pair_options.load(sources).pairs
     _join(models, pairs, output, false_positive_rate, SavedModel(models[0], max_length=max_length))
@@ -109,8 +108,3 @@ def _join(members: Sequence[str], pairs: Sequence[PreferencePair], output: Path,
         f"a response is uncertain where its standardized rewards spread by more than {reference.threshold:.3f} "
         f"(at most {rate:.0%} of responses like these)"
     )
-
-
-def _require_rate(rate: float) -> None:
-    if not 0 < rate < 1:
-        raise ConfigError(f"--false-positive-rate must lie in (0, 1), got {rate:g}")

@@ -15,6 +15,7 @@ from rm_optimizer.interfaces.commands.policy_options import PolicyOptions, load_
 from rm_optimizer.interfaces.field_flags import refuse_unread
 from rm_optimizer.interfaces.inputs import SavedModel, TokenizedPairOptions
 from rm_optimizer.interfaces.outputs import filling, made_folder
+from rm_optimizer.schema.checks import require
 from rm_optimizer.schema.rlhf import WORLD
 
 if TYPE_CHECKING:
@@ -121,8 +122,7 @@ class SizeFlags:
         from rm_optimizer.rl_coupling.readiness.measurement import ReadinessOptions, usual_samples
         from rm_optimizer.rl_coupling.readiness.probe import StoppingRule
 
-        if self.ceiling is not None and not 0.5 < self.ceiling <= 1:
-            raise ConfigError(f"--ceiling must lie in (0.5, 1], got {self.ceiling:g}")
+        require(self.ceiling is None or 0.5 < self.ceiling <= 1, "--ceiling", "lie in (0.5, 1]", self.ceiling)
         return ReadinessOptions(
             num_samples=self.n or usual_samples(self.algorithm),
             rule=StoppingRule(self.labels, precision=self.precision),
