@@ -163,6 +163,17 @@ def did_you_mean(kind: str, got: str, known: Iterable[str]) -> str:
     return f"unknown {kind} '{got}'; {hint}Known: {', '.join(names) or 'none'}"
 
 
+def require_known(kind: str, got: str, known: Iterable[str]) -> None:
+    """Refuse a name that is not among the known ones.
+
+    Raises:
+        ConfigError: by the sentence of `did_you_mean`.
+    """
+    names = list(known)
+    if got not in names:
+        raise ConfigError(did_you_mean(kind, got, names))
+
+
 def needs_import(source: object, reason: str) -> NeedsImport:
     """The error of a model that a classifier of `transformers` does not read as it is stored.
 

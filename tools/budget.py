@@ -14,22 +14,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9303,
-    "serving": 4410,
-    "landscape": 3841,
+    "core": 9299,
+    "serving": 4407,
+    "landscape": 3839,
     "training": 3056,
-    "rl_coupling": 2431,
+    "rl_coupling": 2427,
     "reporting": 2630,
-    "interfaces": 2425,
-    "experiments": 1657,
-    "data_efficiency": 1660,
-    "schema": 1118,
-    "doctor": 900,
+    "interfaces": 2423,
+    "experiments": 1654,
+    "data_efficiency": 1659,
+    "schema": 1115,
+    "doctor": 898,
     "explanation": 942,
     "records": 840,
     "optim": 817,
-    "evaluation": 1167,
-    "modules at the top": 467,
+    "evaluation": 1166,
+    "modules at the top": 471,
 }
 LIMITS: Mapping[str, int] = {
     "files": 340,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 52,
     "import lines": 5973,
     "import lines inside functions": 394,
-    "lines of code": 37664,
+    "lines of code": 37643,
     "private functions with one caller": 423,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -34,7 +34,7 @@ from rm_optimizer.data_efficiency.acquisition import (
     are_equal,
 )
 from rm_optimizer.data_efficiency.pool import Pool, blocks
-from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.errors import require_known
 from rm_optimizer.schema.checks import require
 
 
@@ -351,6 +351,5 @@ def acquisition_function(name: str) -> AcquisitionFunction:
     Raises:
         ConfigError: if the name is unknown.
     """
-    if name not in RULES:
-        raise ConfigError(did_you_mean("rule", name, RULES))
+    require_known("rule", name, RULES)
     return RULES[name]()

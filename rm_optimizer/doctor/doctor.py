@@ -22,7 +22,7 @@ from rm_optimizer.doctor import text as doctor_text
 from rm_optimizer.doctor.diagnosis import Check, Diagnosis, Status, skipped
 from rm_optimizer.doctor.label_signal import label_checks
 from rm_optimizer.doctor.probe_conversations import padded_rewards, probe_ids, running
-from rm_optimizer.errors import ConfigError, DataError, did_you_mean
+from rm_optimizer.errors import DataError, require_known
 from rm_optimizer.schema.registry import Registry, load_entry_points
 
 Needs = Literal["files", "model", "pairs", "rewards", "trained rewards"]
@@ -72,14 +72,12 @@ def register_check(name: str, needs: Needs = "model") -> Callable[[CheckT], Chec
     Raises:
         ConfigError: if the name is taken, or if needs or a parameter are unknown.
     """
-    if needs not in get_args(Needs):
-        raise ConfigError(did_you_mean("needs", needs, get_args(Needs)))
+    require_known("needs", needs, get_args(Needs))
 
     def registered(check: CheckT) -> CheckT:
         known = ["name", *Examination.__dataclass_fields__, *(key for key in vars(Examination) if key[0] != "_")]
         for parameter in _wanted(check):
-            if parameter not in known:
-                raise ConfigError(did_you_mean(f"parameter of the check '{name}'", parameter, known))
+            require_known(f"parameter of the check '{name}'", parameter, known)
         CHECKS.add(name, (needs, check), made_by=check)
         return check
 

@@ -21,7 +21,7 @@ from rm_optimizer.core.pairs.source_format import ComparedRow, SourceFormat
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.bad_rows import RowTally
 from rm_optimizer.core.rows.readers import row_unit, source_files
-from rm_optimizer.errors import ConfigError, DataError, did_you_mean
+from rm_optimizer.errors import ConfigError, DataError, did_you_mean, require_known
 from rm_optimizer.evaluation.list_rules import RULES, Credit, Rewards, SuiteItem, Tie
 from rm_optimizer.records.codec import from_values
 from rm_optimizer.schema.checks import require_options
@@ -60,8 +60,7 @@ class SuiteSet:
 
     def __post_init__(self) -> None:
         for rule in (self.rule, *self.rules.values()):
-            if rule not in RULES:
-                raise ConfigError(did_you_mean("rule of a suite", rule, sorted(RULES)))
+            require_known("rule of a suite", rule, sorted(RULES))
 
     def group_of(self, name: str, row: ComparedRow) -> str:
         """Group of a row of the set of that name.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rm_optimizer.core.streaming.workers import connected_ray
-from rm_optimizer.errors import ConfigError, Interrupted, TrainingDiverged, did_you_mean
+from rm_optimizer.errors import ConfigError, Interrupted, TrainingDiverged, require_known
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.records.files import locked, sign, write_text
 from rm_optimizer.records.provenance import num_cores
@@ -328,8 +328,7 @@ def executor_named(name: str, workers: int | None) -> Executor:
     Raises:
         ConfigError: if the name is unknown, or `inline` has several workers.
     """
-    if name not in ("inline", "process", "ray"):
-        raise ConfigError(did_you_mean("--executor", name, ("inline", "process", "ray")))
+    require_known("--executor", name, ("inline", "process", "ray"))
     if name == "inline":
         if workers not in (None, 1):
             raise ConfigError(

@@ -25,7 +25,7 @@ from rm_optimizer.core.metrics.effects import (
 )
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import StudentMean
-from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.errors import ConfigError, require_known
 from rm_optimizer.records.codec import JsonRecord
 
 MARGINS: Mapping[Score, float] = {"accuracy": 0.01, "nll": 0.005, "brier": 0.0025, "ece": 0.01}
@@ -98,8 +98,7 @@ def judge(
         ConfigError: if the reference is missing, there is no other arm, arms differ in their seeds or pairs, or there
             are fewer than two seeds.
     """
-    if reference not in margins:
-        raise ConfigError(did_you_mean("reference", reference, tuple(margins)))
+    require_known("reference", reference, tuple(margins))
     if len(margins) < 2:
         raise ConfigError(f"a verdict needs another arm than the reference {reference}; add one")
     for arm, values in margins.items():

@@ -24,7 +24,7 @@ from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatch, PackedPairBatch, PairBatch
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.core.tokens.loader import PairLoader
-from rm_optimizer.errors import ConfigError, DataError, did_you_mean
+from rm_optimizer.errors import ConfigError, DataError, require_known
 from rm_optimizer.evaluation.draws import FEWEST, PairSample, Prompts, draw_pairs, require_enough
 from rm_optimizer.landscape.computation import ESTIMATES, SpectrumComputation, known_ends
 from rm_optimizer.landscape.estimates.by_pair import clusters_of
@@ -289,8 +289,7 @@ def _check_choices(method: str, matrix: str, dtype: torch.dtype, options: Spectr
         ("which", options.which, get_args(End)),
     )
     for name, got, known in choices:
-        if got not in known:
-            raise ConfigError(did_you_mean(name, got, known))
+        require_known(name, got, known)
     require(dtype in (torch.float32, torch.float64), "dtype", "be torch.float32 or torch.float64", dtype)
     if method == "gauss_newton_exact" and matrix == "hessian":
         raise ConfigError(

@@ -24,7 +24,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.model.shared_backbone import SharedBackbone, adapter_key
 from rm_optimizer.core.pairs.pair import Prompt, digest, prompt_id
 from rm_optimizer.core.rows.natural import Prompts, Texts, listed, paired, texts
-from rm_optimizer.errors import ConfigError, DataError, did_you_mean
+from rm_optimizer.errors import ConfigError, DataError, require_known
 from rm_optimizer.evaluation.score_file import CountedRewards
 from rm_optimizer.records.codec import JsonRecord, json_values
 from rm_optimizer.records.locations import SourceKind, resolve_source
@@ -200,8 +200,7 @@ class RewardModelEnsemble(Scorer):
             raise ConfigError(f"an ensemble needs at least 2 models, got {len(models)}")
         if uncertainty_threshold is not None:
             require(uncertainty_threshold >= 0, "uncertainty_threshold", "not be negative", uncertainty_threshold)
-        if aggregation not in list(Aggregation):
-            raise ConfigError(did_you_mean("aggregation", aggregation, Aggregation))
+        require_known("aggregation", aggregation, Aggregation)
         require(0 <= penalty < float("inf"), "penalty", "be finite and not negative", penalty)
         if reference is not None and len(reference.means) != len(models):
             raise ConfigError(

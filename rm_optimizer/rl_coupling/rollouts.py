@@ -14,7 +14,7 @@ from torch import nn
 from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.metrics.estimate import require_finite
 from rm_optimizer.core.pairs.pair import Message, Prompt
-from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.errors import require_known
 from rm_optimizer.schema.checks import require
 from rm_optimizer.serving.client.client import AsyncRewardClient
 
@@ -225,8 +225,7 @@ class RewardModelCreditAssigner:
         weight: float = 0.5,
     ) -> None:
         known = [item.value for item in CreditMode]
-        if mode not in known:
-            raise ConfigError(did_you_mean("mode", mode, known))
+        require_known("mode", mode, known)
         self.mode = CreditMode(mode)
         most, expected = math.inf, "be finite and not negative"
         if self.mode == CreditMode.weighted:

@@ -26,7 +26,7 @@ from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.rows.natural import Prompts, Texts
 from rm_optimizer.core.rows.prompts import read_prompt
 from rm_optimizer.core.storage.model_files import read_record
-from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
+from rm_optimizer.errors import CheckpointError, ConfigError, require_known
 from rm_optimizer.serving.client.client import AsyncRewardClient, RewardClient
 from rm_optimizer.serving.client.reward_function import conversations, tool_descriptions
 from rm_optimizer.serving.service.inputs import RenderedTexts
@@ -224,8 +224,7 @@ class ScaledScorer(Scorer):
     """
 
     def __init__(self, scorer: Scorer, scale: str, export: str | Path) -> None:
-        if scale not in list(RewardScale):
-            raise ConfigError(did_you_mean("scale", scale, RewardScale))
+        require_known("scale", scale, RewardScale)
         self.scorer = scorer
         record = read_record(Path(export))
         statistics = record.get("reward_statistics") or {}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.errors import ConfigError, require_known
 
 INTERVAL = re.compile(r"([\[(])([^,]+), ([^,]+)([\])])")
 
@@ -170,8 +170,7 @@ def require_options(shown: str, annotations: Mapping[str, str], given: object) -
     if not isinstance(given, Mapping):
         raise ConfigError(f"{shown} must be a mapping, got {given!r}")
     for name, value in given.items():
-        if name not in annotations:
-            raise ConfigError(did_you_mean(f"option of {shown}", str(name), annotations))
+        require_known(f"option of {shown}", str(name), annotations)
         words, form = _FORMS.get(annotations[name].partition("[")[0], ("", object))
         if not isinstance(value, form):
             raise ConfigError(f"{shown}: {name} must be {words}, got {value!r}")

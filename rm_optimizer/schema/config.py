@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.errors import ConfigError, require_known
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.schema.checks import Options, needing, require, within
 from rm_optimizer.schema.data import DataConfig
@@ -290,8 +290,7 @@ class HardwareConfig(Options, group="hardware"):
     """Tokens of an evaluation pass that fit into memory; default of `batching.eval_token_budget`."""
 
     def _check(self) -> None:
-        if self.accelerator not in ACCELERATORS:
-            raise ConfigError(did_you_mean("hardware.accelerator", self.accelerator, ACCELERATORS))
+        require_known("hardware.accelerator", self.accelerator, ACCELERATORS)
         if self.on_out_of_memory == OnOutOfMemory.halve:  # the others would wait for a rank that repeats its passes
             ranks = self.devices * self.num_nodes
             require(ranks == 1, "hardware.on_out_of_memory", "be stop where several devices reduce gradients", "halve")

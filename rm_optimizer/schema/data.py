@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypedDict
 
-from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.errors import did_you_mean, require_known
 from rm_optimizer.schema.checks import Options, needing, require, within
 
 
@@ -313,8 +313,7 @@ def read_config(call: str, options: ReadOptions, entrance: Spelling = Spelling.p
             raise TypeError(did_you_mean(f"argument of {call}", name, known))
     for name, kind in (("kwise_rule", KwiseRule), ("on_bad_row", OnBadRow), ("over_long", OverLong)):
         if (value := values.get(name)) is not None:
-            if value not in [*kind]:
-                raise ConfigError(did_you_mean(entrance.name_of(name), str(value), [*kind]))
+            require_known(entrance.name_of(name), str(value), [*kind])
             values[name] = kind(value)
     if "seed" in values:
         values["split_seed"] = values.pop("seed")

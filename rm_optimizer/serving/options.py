@@ -9,7 +9,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.errors import ConfigError, require_known
 from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.schema.checks import require_key
 from rm_optimizer.schema.publish import Transport
@@ -84,8 +84,7 @@ class ServeOptions:
     def __post_init__(self) -> None:
         choices = (("--engine", self.engine, ENGINES), ("--dtype", self.dtype, DTYPES))
         for option, value, known in (*choices, ("--access-log", self.access_log, ACCESS_LOGS)):
-            if value not in known:
-                raise ConfigError(did_you_mean(option, value, known))
+            require_known(option, value, known)
         for option, key in (("--api-key", self.api_key), ("--update-key", self.update_key)):
             if key is not None:
                 require_key(option, key)
@@ -98,8 +97,7 @@ class ServeOptions:
         if self.update_key is not None and not self.takes_updates:
             raise ConfigError("--update-key and --no-updates exclude each other; leave one of them out")
         for word in self.transport_names:
-            if word not in list(Transport):
-                raise ConfigError(did_you_mean("--transports", word, list(Transport)))
+            require_known("--transports", word, list(Transport))
         name = self.model_name
         if not name.isprintable() or name != name.strip() or not 0 < len(name) <= MAX_NAME:
             raise ConfigError(

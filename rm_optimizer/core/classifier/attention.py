@@ -35,7 +35,7 @@ from transformers.masking_utils import bidirectional_mask_function, flash_attent
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_flash_attn_2_available
 
-from rm_optimizer.errors import ConfigError, MissingExtra, did_you_mean
+from rm_optimizer.errors import MissingExtra, require_known
 
 HALF = (torch.float16, torch.bfloat16)
 """Half types: FlashAttention 2 computes in them, and no head does."""
@@ -303,8 +303,7 @@ def choose_attention(
     Raises:
         ConfigError: if the name is unknown.
     """
-    if requested not in ("auto", *CHAIN):
-        raise ConfigError(did_you_mean("model.attn_implementation", requested, ("auto", *CHAIN)))
+    require_known("model.attn_implementation", requested, ("auto", *CHAIN))
     named_for_float = requested == "flash_attention_2" and dtype not in HALF
     if torch.cuda.is_available() and (requested == "auto" or named_for_float):
         switch = _switch(config, trust_remote_code, level=logging.WARNING if named_for_float else logging.INFO)

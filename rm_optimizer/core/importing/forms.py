@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rm_optimizer.core.classifier.head import published_form
 from rm_optimizer.core.importing.stored import StoredModel, StoredTensor
-from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
+from rm_optimizer.errors import CheckpointError, ConfigError, require_known
 
 _RELU_CLASSES = ("INFORMForSequenceClassification", "Qwen2ForRewardModel", "GRewardModel")
 """Published classes of heads of several layers, which have ReLU between them."""
@@ -119,8 +119,7 @@ def find_head(stored: StoredModel, rest: Mapping[str, StoredTensor], hidden: int
     if choices.head is None and len(chains) > 1:
         raise ConfigError(f"the model stores {len(chains)} heads, {', '.join(sorted(chains))}; name one with --head")
     stem = choices.head or next(iter(chains))
-    if stem not in chains:
-        raise ConfigError(did_you_mean("--head", stem, chains))
+    require_known("--head", stem, chains)
     layers = chains[stem]
     read = chains if choices.head else {stem: layers}  # a head that was not chosen is left out knowingly
     used = {name for each in read.values() for layer in each.values() for name in layer.values()}
@@ -175,8 +174,7 @@ def one_reward(weight: Tensor, bias: Tensor, logit: str | None) -> tuple[Tensor,
         raise ConfigError(f"the head has {len(weight)} output{'s' * (len(weight) > 1)}; {told}")
     if logit is None:
         return weight, bias
-    if logit not in LOGITS:
-        raise ConfigError(did_you_mean("--logit", logit, LOGITS))
+    require_known("--logit", logit, LOGITS)
     mixed = torch.tensor([[-1.0, 1.0] if logit == "difference" else [logit == "0", logit == "1"]], dtype=weight.dtype)
     return mixed @ weight, mixed @ bias
 

@@ -24,7 +24,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.adapter_files import merged_model
 from rm_optimizer.core.storage.certificate import ParityCertificate
 from rm_optimizer.core.storage.export import certified, replacing_export, save_export, stored_renderer
-from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.errors import ConfigError, require_known
 
 PROJECTS = {
     "trl": "TRL reads the plain classifier: GRPOTrainer(reward_funcs=FOLDER)",
@@ -54,8 +54,7 @@ def save_for(project: str, model: BradleyTerryRM, folder: Path) -> tuple[ParityC
         ConfigError: if the project is unknown or cannot read such a model.
         CheckpointError: if the folder cannot be written or scores otherwise.
     """
-    if project not in PROJECTS:
-        raise ConfigError(did_you_mean("--for", project, PROJECTS))
+    require_known("--for", project, PROJECTS)
     if (obstacle := _obstacle(project, model)) is not None:
         raise ConfigError(f"{project} cannot read this model: {obstacle}")
     config, use = model.model.config, PROJECTS[project]

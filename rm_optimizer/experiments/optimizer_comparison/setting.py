@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.errors import ConfigError, require_known
 from rm_optimizer.experiments.study import FROZEN_FILE
 from rm_optimizer.experiments.training_trials import require_shared
 from rm_optimizer.experiments.trial import stored
@@ -134,8 +134,7 @@ class ComparisonOptions(JsonRecord, indent=1):
         """
         from rm_optimizer.optim import OPTIMIZERS  # imports torch, which stored options do not need
 
-        if budget not in Budget.__members__:
-            raise ConfigError(did_you_mean("--budget", budget, Budget.__members__))
+        require_known("--budget", budget, Budget.__members__)
         fields: dict[str, Any] = {**BUDGETS[Budget(budget)]}
         fields |= {name: value for name, value in given.items() if value is not None}
         reference = reference or (REFERENCE if REFERENCE in optimizers else next(iter(optimizers), REFERENCE))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from typer import Argument, Context, Exit, Option
 
-from rm_optimizer.errors import ConfigError, DataError, Interrupted, did_you_mean
+from rm_optimizer.errors import ConfigError, DataError, Interrupted, require_known
 from rm_optimizer.interfaces import inputs
 from rm_optimizer.interfaces.field_flags import refuse_unread
 from rm_optimizer.interfaces.inputs import SavedModel, TokenizedPairOptions, cut_notes, length_note
@@ -110,8 +110,7 @@ def evaluate(
     data = pair_options.load(sources)
     known = {name for pair in data.pairs for name in pair.metadata}
     for column in by:
-        if column not in known:
-            raise ConfigError(did_you_mean("--by column", column, known))
+        require_known("--by column", column, known)
 
     import numpy as np
 
@@ -310,8 +309,7 @@ def _ensemble(saved: SavedModel, aggregation: str, penalty: float, token_budget:
     from rm_optimizer.rl_coupling.ensemble import Aggregation
     from rm_optimizer.rl_coupling.ensemble_folder import load_ensemble
 
-    if aggregation not in list(Aggregation):
-        raise ConfigError(did_you_mean("--ensemble", aggregation, Aggregation))
+    require_known("--ensemble", aggregation, Aggregation)
     return load_ensemble(
         Path(saved.checkpoint),
         aggregation=aggregation,

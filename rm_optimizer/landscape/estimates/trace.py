@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate, IntervalKind
 from rm_optimizer.core.metrics.intervals import StudentMean
-from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.errors import ConfigError, require_known
 from rm_optimizer.landscape.operators.base import VECTORS_AT_ONCE, DeflatedOperator, SymmetricOperator
 from rm_optimizer.landscape.operators.vectors import RandomVectors, inner
 from rm_optimizer.landscape.solvers.lanczos import Eigenpairs
@@ -144,8 +144,7 @@ def estimate_trace(
     Raises:
         ConfigError: if the method is unknown, or the products are too few for it.
     """
-    if method not in tuple(TraceMethod):
-        raise ConfigError(did_you_mean("trace_method", method, tuple(TraceMethod)))
+    require_known("trace_method", method, tuple(TraceMethod))
     if method == TraceMethod.deflated:
         return hutchinson_trace(operator, num_products, seed=seed, found=found)
     return TRACE_ESTIMATORS[method](operator, num_products, seed=seed)

@@ -23,7 +23,7 @@ from rm_optimizer.core.storage.model_files import TrainedPairs
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.doctor.diagnosis import Check, Status
 from rm_optimizer.doctor.doctor import diagnose
-from rm_optimizer.errors import ConfigError, DataError, did_you_mean
+from rm_optimizer.errors import DataError, require_known
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.rl_coupling.out_of_distribution import MahalanobisDetector
 from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler, Policy
@@ -119,8 +119,7 @@ def measure_readiness(
     """
     require_bradley_terry(model)
     started = time.perf_counter()
-    if algorithm not in tuple(Algorithm):
-        raise ConfigError(did_you_mean("algorithm", str(algorithm), tuple(Algorithm)))
+    require_known("algorithm", str(algorithm), tuple(Algorithm))
     algorithm = Algorithm(algorithm)
     asked = None if prompts is None else prompts_of("prompts", prompts)
     measured = _Measurement(model, pairs, policy, oracle, algorithm, asked, options, fitted_readiness())

@@ -25,7 +25,7 @@ from rm_optimizer.errors import (
     RewardServerUnavailable,
     RMOptimizerError,
     TransferFailed,
-    did_you_mean,
+    require_known,
 )
 from rm_optimizer.schema.checks import require_key
 from rm_optimizer.schema.publish import PublishConfig, RewardModelTrainingMode, Transport
@@ -146,8 +146,7 @@ class RMPublisherAdapter(PickledByArguments):
             ("mode", self.mode, RewardModelTrainingMode),
             ("transport", self.transport, Transport),
         ):
-            if word not in list(words):
-                raise ConfigError(did_you_mean(name, word, list(words)))
+            require_known(name, word, list(words))
         self._session_options: dict[str, Any] = {
             "headers": bearer(self.api_key),
             "trust_env": not is_loopback(httpx.URL(self.urls[0]).host),
