@@ -125,7 +125,7 @@ def test_control_c_before_training_exits_130(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys, "argv", ["train"])
-    monkeypatch.setattr(train, "_checked", interrupt)
+    monkeypatch.setattr(train, "check_command", interrupt)
     with pytest.raises(SystemExit) as stopped:
         train.main()
     assert stopped.value.code == 130
