@@ -281,10 +281,8 @@ class ActiveLearner:
             DataError: if `label_fn` gives no answers, or no question was answered by the end of a round; the same call
                 then asks that round's questions again.
         """
-        if n_rounds < 1 or (budget is not None and budget < 1) or (patience is not None and patience < 1):
-            raise ConfigError(
-                f"n_rounds, budget and patience must be positive, got {n_rounds}, {budget} and {patience}"
-            )
+        for name, number in (("n_rounds", n_rounds), ("budget", budget), ("patience", patience)):
+            require(number is None or number >= 1, name, "be positive", number)
         if (config is None) != (val is None) or (config is None and (warm or patience is not None)):
             raise ConfigError(
                 "config, the options of the runs, and val, their validation pairs, go together; warm and "

@@ -266,8 +266,7 @@ def _of_model(
         width = min(dimension, int(memory / 4 / num_rows))
         if width < num_rows or 32 * num_rows**2 > memory:  # solved in the columns, in float64
             width = min(width, int(memory / 32 / num_rows))
-        if not width:
-            raise ConfigError(f"memory_gib must be larger for {num_rows:,} gradients, got {memory / 2**30:.3g}")
+        require(width > 0, "memory_gib", f"be larger for {num_rows:,} gradients", f"{memory / 2**30:.3g}")
         gradients = _gradients(objective, (num_rows, width), folder, seed, on_progress)
         rows = objective.checked(torch.from_numpy(np.asarray(gradients))).view(len(places), size, width)
     own, aim = derivatives.of_rows(is_train), derivatives.of_rows(~is_train)

@@ -19,7 +19,7 @@ from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.run_folder import OPTIONS_FILE, PAIR_REWARDS_FILE, RESULT_FILE, PairReward, RunFolder
 from rm_optimizer.records.run_options import BY_CONTENT, decisive_options
-from rm_optimizer.schema.checks import require_once
+from rm_optimizer.schema.checks import require, require_once
 from rm_optimizer.training.folder.record import RunResult
 
 PairKey = tuple[str, float, float, int]
@@ -181,8 +181,7 @@ def common_pairs(runs: Sequence[ComparedRun]) -> list[PairKey]:
 
 def _run_folders(path: Path) -> Iterator[tuple[Path, bool]]:
     """Folders of the runs of a path, each with True if the path names this run itself."""
-    if not path.is_dir():
-        raise ConfigError(f"runs must be folders of runs, got '{path}', which is no folder")
+    require(path.is_dir(), "runs", "be folders of runs", f"'{path}', which is no folder")
     if _is_run(path):
         yield path, True
         return

@@ -30,6 +30,7 @@ from rm_optimizer.errors import ConfigError, DataError, NeedsImport
 from rm_optimizer.evaluation.response_files import REWARD, FileKind, layout_rows
 from rm_optimizer.explanation.probes import Conversation, conversation
 from rm_optimizer.records.accelerator import fastest_device
+from rm_optimizer.schema.checks import require
 
 ScoreTexts: TypeAlias = Callable[[Sequence[Conversation]], list[float]]
 _ASSUMED = {"logit": ("difference", "by the difference of its labels"), "input_form": ("plain", "as plain text")}
@@ -213,8 +214,7 @@ def _server(address: str, text_of: Callable[[Conversation], str]) -> ScoreTexts:
     if not path:
         client = RewardClient(address)
         return lambda talks: client.score(*_columns(talks)).tolist()
-    if path not in TEXT_FORMS:
-        raise ConfigError(f"the path of a server's address must be {' or '.join(TEXT_FORMS)}, got {address}")
+    require(path in TEXT_FORMS, "the path of a server's address", f"be {' or '.join(TEXT_FORMS)}", address)
 
     async def ask(texts: list[str]) -> list[float]:
         connection = Connection(address.rstrip("/").removesuffix(path))
