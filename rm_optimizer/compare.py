@@ -38,7 +38,6 @@ class Sizes(TypedDict, total=False):
     pairs: int | None
     val_pairs: int | None
     test_pairs: int | None
-    pairs_per_prompt: int | None
     curvature_pairs: int | None
 
 

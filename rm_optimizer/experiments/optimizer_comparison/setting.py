@@ -42,7 +42,7 @@ OWNED: Mapping[str, str] = {
 }
 """Options, and groups of them, that a comparison sets itself, each with the reason."""
 LEAST: Mapping[str, int] = {
-    **dict.fromkeys(("tuning_seeds", "seeds", "pairs_per_prompt"), 1),
+    **dict.fromkeys(("tuning_seeds", "seeds"), 1),
     **dict.fromkeys(("pairs", "val_pairs", "test_pairs"), 2),
     "curvature_pairs": 0,
 }
@@ -96,7 +96,6 @@ class ComparisonOptions(JsonRecord, indent=1):
         pairs: most training pairs, drawn at random; None means all.
         val_pairs: most validation pairs; None means all.
         test_pairs: most test pairs; None means all.
-        pairs_per_prompt: most validation and test pairs of one prompt; None means all.
         curvature_pairs: number of training pairs for the measurement of curvature; 0 measures none.
     """
 
@@ -113,7 +112,6 @@ class ComparisonOptions(JsonRecord, indent=1):
     pairs: int | None = None
     val_pairs: int | None = None
     test_pairs: int | None = None
-    pairs_per_prompt: int | None = None
     curvature_pairs: int
 
     @classmethod

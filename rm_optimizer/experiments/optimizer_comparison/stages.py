@@ -8,14 +8,11 @@ rates. All trials are in one study, so a comparison that was killed continues wi
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-
-import numpy as np
 
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.pairs.pair import digest
@@ -111,24 +108,8 @@ def _splits(options: setting.ComparisonOptions) -> dict[str, PreferenceDataset]:
             raise DataError(
                 f"test prompts must be untouched, but some are in the {name} pairs; remove them from --test"
             )
-    return {
-        "train": train if options.pairs is None else train.subset(options.pairs, data.split_seed),
-        "val": _limited(val, options.pairs_per_prompt, options.val_pairs, data.split_seed),
-        "test": _limited(test, options.pairs_per_prompt, options.test_pairs, data.split_seed),
-    }
-
-
-def _limited(data: PreferenceDataset, per_prompt: int | None, most: int | None, seed: int) -> PreferenceDataset:
-    """A random subset of at most `most` pairs, in their order, with at most `per_prompt` pairs of each prompt."""
-    if per_prompt is not None:
-        seen: Counter[str] = Counter()
-        kept = []
-        for position in np.random.default_rng(seed).permutation(len(data)).tolist():
-            seen[data.prompt_ids[position]] += 1
-            if seen[data.prompt_ids[position]] <= per_prompt:
-                kept.append(position)
-        data = PreferenceDataset(data[position] for position in sorted(kept))
-    return data if most is None else data.subset(most, seed)
+    given = {"train": (train, options.pairs), "val": (val, options.val_pairs), "test": (test, options.test_pairs)}
+    return {name: part if most is None else part.subset(most, data.split_seed) for name, (part, most) in given.items()}
 
 
 @dataclass(frozen=True)

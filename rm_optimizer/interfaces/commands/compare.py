@@ -59,9 +59,6 @@ class ComparisonSizes:
     pairs: Annotated[int | None, Option("--pairs", help="Most training pairs, drawn at random.")] = None
     val_pairs: Annotated[int | None, Option("--val-pairs", help="Most validation pairs.")] = None
     test_pairs: Annotated[int | None, Option("--test-pairs", help="Most test pairs.")] = None
-    pairs_per_prompt: Annotated[
-        int | None, Option("--pairs-per-prompt", help="Most validation and test pairs of one prompt.")
-    ] = None
     curvature_pairs: Annotated[
         int | None, Option("--curvature-pairs", help="Training pairs to measure curvature on; 0: no curvature.")
     ] = None
