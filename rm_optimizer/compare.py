@@ -31,7 +31,7 @@ FOLDER = Path("outputs", "optimizer_comparison")
 
 
 class Sizes(TypedDict, total=False):
-    """Numbers of a comparison that replace those of its budget, as in `ComparisonOptions`."""
+    """Numbers of a comparison in place of its budget's, as in `ComparisonOptions`."""
 
     rates: int | None
     tuning_seeds: int | None

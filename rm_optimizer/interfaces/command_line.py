@@ -72,7 +72,7 @@ class Composed(Generic[ConfigT]):
         """Call the task as Hydra (1.3, `Hydra.run`) would: in its folder, with its log and its three files.
 
         A failure inside the task ends the process there with its sentence and exit code. Hydra lets an exit pass, but
-        would print a line of its own before an exception.
+        would print its own line before an exception.
         """
         name, callbacks = self.config.hydra.job.config_name, Callbacks(self.config)
         callbacks.on_run_start(config=self.config, config_name=name)

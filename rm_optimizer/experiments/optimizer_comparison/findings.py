@@ -214,7 +214,7 @@ def findings(folder: Path) -> ComparisonFindings:
 
     def finding(name: str) -> ArmFinding:
         runs = finals[name]
-        margins = _margins(runs)
+        margins = np.stack([run.margins for run in runs])
         alone = PairedScores(margins, None, test.prompt_ids, label, weight)
         return ArmFinding(
             name=name,
@@ -233,7 +233,7 @@ def findings(folder: Path) -> ComparisonFindings:
     common = set.intersection(*({run.seed for run in runs} for runs in finals.values()))
     verdicts: Iterable[Verdict] = ()
     if len(common) >= 2 and options.budget != setting.Budget.smoke:  # a smoke budget only tests the procedure
-        both = {arm: _margins([run for run in runs if run.seed in common]) for arm, runs in finals.items()}
+        both = {arm: np.stack([run.margins for run in runs if run.seed in common]) for arm, runs in finals.items()}
         verdicts = judge(both, test.prompt_ids, reference=options.reference, label=label, weight=weight)
     return ComparisonFindings(
         frozen=frozen,
@@ -281,10 +281,6 @@ def _time_to(target: float, curves: Sequence[setting.LearningCurve]) -> TimeToTa
     medians = (float(median(each)) for each in zip(*costs, strict=True))
     steps, tokens, seconds = (value if math.isfinite(value) else math.nan for value in medians)
     return TimeToTarget(steps=steps, tokens=tokens, seconds=seconds, missed=reached.count(None))
-
-
-def _margins(runs: Sequence[_FinalRun]) -> np.ndarray:
-    return np.stack([run.margins for run in runs])
 
 
 def _warnings(frozen: setting.Frozen, arms: Sequence[ArmFinding]) -> list[str]:

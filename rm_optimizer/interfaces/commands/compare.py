@@ -71,10 +71,10 @@ def compare_optimizers(
     overrides: Annotated[list[str] | None, Argument(help="Options of every run, as for rm-opt train.")] = None,
     seeds: Annotated[int | None, Option("--seeds", help="Final seeds for each optimizer.")] = None,
     val: Annotated[
-        str | None, Option("--val", help="Validation pairs; default: those of some training prompts.")
+        str | None, Option("--val", help="Validation pairs; default: the pairs of some training prompts.")
     ] = None,
     test: Annotated[
-        str | None, Option("--test", help="Test pairs; default: those of half the validation prompts.")
+        str | None, Option("--test", help="Test pairs; default: the pairs of half the validation prompts.")
     ] = None,
     model: Annotated[str, Option("--model", help="Model preset, hub id or folder.")] = "tiny",
     budget: Annotated[str, Option("--budget", help="Sizes of the comparison: smoke, standard or paper.")] = "standard",

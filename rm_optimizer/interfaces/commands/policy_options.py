@@ -108,7 +108,7 @@ class PolicyOptions:
 
 
 def require_other(judge: Scorer, model: BradleyTerryRM) -> None:
-    """Refuse the model in question as the judge of its own choices.
+    """Refuse a model as the judge of its own choices.
 
     Raises:
         ConfigError: if it is.
