@@ -228,7 +228,7 @@ class BALD(AcquisitionFunction):
 class StochasticBALD(BALD):
     """Pairs drawn with probabilities proportional to the score of BALD.
 
-    The pairs with the highest scores are often similar, and a random draw avoids that. This is the "power" acquisition of
+    The pairs with the highest scores are often similar; a random draw avoids that. This is the "power" acquisition of
     Kirsch et al. (2023, arXiv:2106.12059) with the exponent 1.
     """
 
