@@ -13,12 +13,13 @@ from rm_optimizer.interfaces.commands.blame import blame
 from rm_optimizer.interfaces.commands.bon import bon
 from rm_optimizer.interfaces.commands.data import data_check, data_clean
 from rm_optimizer.interfaces.commands.ensemble import ensemble_join, ensemble_train
-from rm_optimizer.interfaces.commands.evaluate import doctor, evaluate, leaderboard, report, score
+from rm_optimizer.interfaces.commands.evaluate import doctor, evaluate, leaderboard, report
 from rm_optimizer.interfaces.commands.labels import label, label_import, scaling, select
 from rm_optimizer.interfaces.commands.look_up import info, params
 from rm_optimizer.interfaces.commands.models import export_model, import_model, why
 from rm_optimizer.interfaces.commands.readiness import readiness
 from rm_optimizer.interfaces.commands.rlhf import rlhf
+from rm_optimizer.interfaces.commands.score import score
 from rm_optimizer.interfaces.commands.serve import serve
 from rm_optimizer.interfaces.commands.train import analyze, estimate, train
 from rm_optimizer.interfaces.field_flags import with_field_flags

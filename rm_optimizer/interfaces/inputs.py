@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 
 import yaml  # type: ignore[import-untyped]
 from typer import Argument, Context, Option
@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from rm_optimizer.core.tokens.dataset import PreferenceDataset
 
 _log = logging.getLogger("rm_optimizer")
+RayWorkers: TypeAlias = Annotated[
+    int | None,
+    Option("--ray", metavar="N", min=1, help="Score by N workers on Ray, with the same rewards for any N."),
+]
+"""Option of commands that score on Ray."""
+TokenBudget: TypeAlias = Annotated[
+    int, Option("--token-budget", min=1, help="Most tokens in one forward pass, padding included.")
+]
 
 
 @dataclass(frozen=True)
