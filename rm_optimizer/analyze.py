@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError, Interrupted
-from rm_optimizer.interfaces.entry import one_exit
+from rm_optimizer.interfaces.exits import one_exit
 
 if TYPE_CHECKING:
     from rm_optimizer.interfaces.command_line import CommandLine, Composed

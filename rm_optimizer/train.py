@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rm_optimizer.errors import ConfigError, Interrupted, RMOptimizerError
-from rm_optimizer.interfaces.entry import one_exit, rank, report
+from rm_optimizer.interfaces.exits import one_exit, rank, report
 from rm_optimizer.interfaces.sweep import SWEEP_FILE, Job, Sweep, failed_job, naming_sweep_folder
 from rm_optimizer.records.quoting import in_quotes
 

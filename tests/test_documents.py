@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.interfaces.cli import GROUPS as COMMANDS
+from rm_optimizer.interfaces.cli import SETTINGS
 from rm_optimizer.schema.composition import PACKAGE, compose
 from rm_optimizer.schema.data import SyntheticConfig
 from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS
@@ -445,9 +446,9 @@ def test_the_front_page_of_the_manual_links_every_page():
 
 def test_the_front_page_of_the_manual_names_every_command():
     names = {
-        settings.get("name", command.__name__.replace("_", "-"))
+        SETTINGS.get(command, {}).get("name", command.__name__.replace("_", "-"))
         for group in COMMANDS.values()
-        for command, settings in group
+        for command in group
     }
     assert names <= set(re.findall(r"`rm-opt ([\w-]+)", DOCUMENTS["doc.md"]))
 

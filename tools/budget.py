@@ -20,7 +20,7 @@ ROOMS: Mapping[str, int] = {
     "training": 3056,
     "rl_coupling": 2427,
     "reporting": 2630,
-    "interfaces": 2420,
+    "interfaces": 2421,
     "experiments": 1637,
     "data_efficiency": 1656,
     "schema": 1115,
@@ -32,12 +32,12 @@ ROOMS: Mapping[str, int] = {
     "modules at the top": 470,
 }
 LIMITS: Mapping[str, int] = {
-    "files": 340,
-    "files of less than 40 lines": 4,
+    "files": 342,
+    "files of less than 40 lines": 5,
     "functions of seven parameters or more": 52,
-    "import lines": 5972,
+    "import lines": 5989,
     "import lines inside functions": 394,
-    "lines of code": 37618,
+    "lines of code": 37619,
     "private functions with one caller": 423,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

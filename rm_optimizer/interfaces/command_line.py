@@ -32,7 +32,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from rm_optimizer.errors import ConfigError, did_you_mean, nearest
-from rm_optimizer.interfaces.entry import one_exit
+from rm_optimizer.interfaces.exits import one_exit
 from rm_optimizer.records.quoting import in_quotes
 from rm_optimizer.schema.checks import require
 from rm_optimizer.schema.composition import ConfigT, check_overrides, completed, composing, config_root, register, typed

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rm_optimizer.errors import ConfigError, Interrupted, did_you_mean
-from rm_optimizer.interfaces.entry import one_exit
+from rm_optimizer.interfaces.exits import one_exit
 
 HYDRA_SHORT = {"-cd": "--config-dir", "-cn": "--config-name", "-cp": "--config-path", "-sc": "--shell-completion"}
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]

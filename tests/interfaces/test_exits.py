@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rm_optimizer.errors import ConfigError, DataError, DiskError
-from rm_optimizer.interfaces.entry import CLOSED_OUTPUT, one_exit
+from rm_optimizer.interfaces.exits import CLOSED_OUTPUT, one_exit
 from rm_optimizer.records.files import disk_error, replacing, write_text
 from rm_optimizer.records.ledger import open_ledger
 
@@ -97,7 +97,7 @@ def test_a_closed_standard_output_is_said_and_exits_141(arguments):
 
 
 def test_a_table_on_a_closed_standard_output_is_the_same_failure():
-    code = "from rm_optimizer.interfaces.entry import one_exit; from rich.console import Console\n"
+    code = "from rm_optimizer.interfaces.exits import one_exit; from rich.console import Console\n"
     code += "with one_exit():\n    Console().print('x' * 100)"
     reading, writing = os.pipe()
     os.close(reading)
@@ -107,7 +107,7 @@ def test_a_table_on_a_closed_standard_output_is_the_same_failure():
 
 
 def test_a_terminal_without_unicode_gets_question_marks():
-    code = "from rm_optimizer.interfaces.entry import one_exit\nwith one_exit():\n    print('a \\u2022 b')"
+    code = "from rm_optimizer.interfaces.exits import one_exit\nwith one_exit():\n    print('a \\u2022 b')"
     ascii_only = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ascii_only, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "a ? b\n", "")

@@ -9,7 +9,7 @@ import pytest
 from rm_optimizer import train
 from rm_optimizer.analyze import check_command as check_analysis
 from rm_optimizer.errors import ConfigError, DataError, DataStalled
-from rm_optimizer.interfaces.entry import report
+from rm_optimizer.interfaces.exits import report
 from rm_optimizer.train import check_command
 
 MISTAKES = [

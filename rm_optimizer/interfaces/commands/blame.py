@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typer import Argument, Context, Option
 
 from rm_optimizer.errors import ConfigError, DataError
-from rm_optimizer.interfaces.entry import rank
+from rm_optimizer.interfaces.exits import rank
 from rm_optimizer.interfaces.field_flags import refuse_unread
 from rm_optimizer.interfaces.inputs import PairOptions, SavedModel, joined_rank
 from rm_optimizer.interfaces.outputs import filling, made_folder
