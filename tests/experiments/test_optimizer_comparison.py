@@ -19,7 +19,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError, TrainingDiverged
-from rm_optimizer.experiments.optimizer_comparison import arm_trial, stages
+from rm_optimizer.experiments.optimizer_comparison import arm_trial, setting, stages
 from rm_optimizer.experiments.optimizer_comparison.findings import ComparisonFindings, across_datasets, findings
 from rm_optimizer.experiments.optimizer_comparison.setting import Frozen, chosen_rate, next_rate, pairs_file, rate_grid
 from rm_optimizer.experiments.optimizer_comparison.stages import Stages, freeze
@@ -68,7 +68,7 @@ def finished(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Opt
     """A finished comparison of two optimizers, as the tutorial runs one."""
     run = comparison(pairs, tmp_path_factory.mktemp("comparison") / "out")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "next_rate", lambda scores, grid: None)  # edges are tested without training
+        patch.setattr(setting, "next_rate", lambda scores, grid: None)  # edges are tested without training
         return run, run.run_experiment()
 
 
@@ -107,7 +107,7 @@ def test_a_finished_comparison_is_read_not_repeated(finished, pairs, monkeypatch
         raise AssertionError("a finished run was repeated")
 
     monkeypatch.setattr(arm_trial, "run_training", trained)
-    monkeypatch.setattr(stages, "next_rate", lambda scores, grid: None)
+    monkeypatch.setattr(setting, "next_rate", lambda scores, grid: None)
     again = comparison(pairs, run.folder).run_experiment()
     assert again.to_json() == found.to_json()
     assert ComparisonFindings.from_json(found.to_json()).to_json() == found.to_json()
