@@ -17,7 +17,7 @@ from rm_optimizer.core.metrics.effects import (
     power,
 )
 from rm_optimizer.core.metrics.pairwise import evaluate_pairs
-from studies.hypotheses import both, outcome
+from studies.hypotheses import outcome
 
 SEEDS, PROMPTS, PAIRS = 3, 60, 240
 NAMES = [f"prompt {i % PROMPTS}" for i in range(PAIRS)]
@@ -94,13 +94,6 @@ def test_one_seed_gives_no_interval_and_no_outcome():
     estimate = PairedScores(margins(1, 3.0)[:1], margins(2)[:1], NAMES).effect("nll")
     assert estimate.low is None
     assert outcome(estimate) == "inconclusive"
-
-
-def test_two_parts_are_as_good_as_the_weaker():
-    words = ("better", "equivalent", "inconclusive", "worse")
-    assert [both(a, b) for i, a in enumerate(words) for b in words[i:]] == [
-        b for i in range(len(words)) for b in words[i:]
-    ]
 
 
 def test_adjusted_p_values_are_those_of_the_steps():
