@@ -14,8 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9299,
-    "serving": 4407,
+    "core": 9307,
+    "serving": 4397,
     "landscape": 3839,
     "training": 3056,
     "rl_coupling": 2427,
@@ -35,10 +35,10 @@ LIMITS: Mapping[str, int] = {
     "files": 342,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 52,
-    "import lines": 5989,
+    "import lines": 5988,
     "import lines inside functions": 394,
-    "lines of code": 37619,
-    "private functions with one caller": 423,
+    "lines of code": 37617,
+    "private functions with one caller": 422,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -72,11 +72,18 @@ def tree_runs(sequences: Sequence[NDArray[np.int32]], group: Sequence[int], most
 
     A longer sequence is alone. The limit saves time, since a row's attention costs the square of its width.
     """
-    runs: list[list[int]] = [[]]
+    runs = list[list[int]]()
+    depth = total = 0
     for index in group:
-        if runs[-1] and prefix_tree([sequences[i] for i in (*runs[-1], index)]).num_tokens > most_tokens:
-            runs.append([])
-        runs[-1].append(index)
+        length = len(sequences[index])
+        if runs:
+            shared = min(depth, shared_length(sequences[runs[-1][0]], sequences[index]))
+            if total + length - len(runs[-1]) * shared <= most_tokens:
+                runs[-1].append(index)
+                depth, total = shared, total + length
+                continue
+        runs.append([index])
+        depth, total = length - 1, length
     return runs
 
 
@@ -111,6 +118,7 @@ def common_starts(sequences: Sequence[NDArray[np.int32]]) -> list[list[int]]:
     return groups
 
 
-def unique_tokens(sequences: Sequence[NDArray[np.int32]]) -> int:
-    """Number of tokens of the sequences, where the common start of a group counts once."""
-    return sum(prefix_tree([sequences[i] for i in group]).num_tokens for group in common_starts(sequences))
+def common_runs(sequences: Sequence[NDArray[np.int32]], most_tokens: int) -> list[tuple[list[int], int]]:
+    """Indices of sequences in `tree_runs` of the groups of `common_starts`, each run with the tokens of its tree."""
+    runs = [run for group in common_starts(sequences) for run in tree_runs(sequences, group, most_tokens)]
+    return [(run, prefix_tree([sequences[i] for i in run]).num_tokens) for run in runs]

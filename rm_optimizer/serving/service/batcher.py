@@ -6,15 +6,14 @@ import asyncio
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rm_optimizer.core.tokens.prefix_trees import LEAST_SHARED, common_starts, prefix_tree
+from rm_optimizer.core.tokens.prefix_trees import LEAST_SHARED, common_runs
 from rm_optimizer.errors import EngineUnavailable
 from rm_optimizer.serving.engine import Engine, ScoredBatch
 from rm_optimizer.serving.service.api_errors import Overloaded
@@ -199,17 +198,18 @@ class Batcher:
             )
 
     def _enqueue(self, request: _Request, indices: Sequence[int]) -> None:
-        rows = {index: np.array(request.sequences[index], dtype=np.int32) for index in indices}
-        groups = common_starts([*rows.values()]) if self._shares_prompts else [[i] for i in range(len(rows))]
+        rows = [np.array(request.sequences[index], dtype=np.int32) for index in indices]
+        runs = [([i], len(row)) for i, row in enumerate(rows)]
+        if self._shares_prompts:
+            runs = common_runs(rows, 2 * self._batch_tokens)  # so that no unit delays the others for long
         place = self._place
-        for group in groups:
-            for part in _cut([indices[i] for i in group], rows, 2 * self._batch_tokens):
-                first = request.sequences[part[0]]
-                start = first[:LEAST_SHARED] if len(first) > LEAST_SHARED else ()
-                tokens = prefix_tree([rows[index] for index in part]).num_tokens
-                self._queue.append(_Unit(place, request, part, tokens, start))
-                place += tokens
-                request.open_units += 1
+        for run, tokens in runs:
+            part = [indices[i] for i in run]
+            first = request.sequences[part[0]]
+            start = first[:LEAST_SHARED] if len(first) > LEAST_SHARED else ()
+            self._queue.append(_Unit(place, request, part, tokens, start))
+            place += tokens
+            request.open_units += 1
         self._queue.sort(key=lambda unit: unit.place)
         request.rounds += 1
         self._work.set()
@@ -290,17 +290,3 @@ def _fail_all(units: Sequence[_Unit], error: EngineUnavailable) -> None:
     for unit in units:
         if not unit.request.answer.done():
             unit.request.answer.set_exception(error)
-
-
-def _cut(group: list[int], rows: Mapping[int, NDArray[np.int32]], most_tokens: int) -> list[list[int]]:
-    """Parts of a group of at most `most_tokens` tokens, so that no unit delays the others for long."""
-    depth = len(prefix_tree([rows[index] for index in group]).prefix)
-    parts, room = list[list[int]](), 0
-    for index in group:
-        own = len(rows[index]) - depth
-        if not parts or own > room:
-            parts.append([])
-            room = most_tokens - depth
-        parts[-1].append(index)
-        room -= own
-    return parts
