@@ -173,7 +173,7 @@ def _jobs(line: CommandLine[TrainConfig]) -> list[Composed[TrainConfig]]:
         with naming_sweep_folder():
             if (folder := job.options.output_dir) in taken:
                 raise ConfigError(
-                    f"each job of a sweep needs a folder of its own, but more than one would run in {folder}; leave "
+                    f"each job of a sweep needs its own folder, but more than one would run in {folder}; leave "
                     "out output_dir, or let hydra.sweep.subdir name the job, such as '${hydra.job.num}'"
                 )
             taken.add(folder)

@@ -39,8 +39,8 @@ def split_leakage(data: Mapping[str, PreferenceDataset]) -> Check:
     num_exact = len(set().union(*(exact[a] & exact[b] for a, b in alike)))
     num_alike = len(set().union(*alike.values()))
     how = "" if num_exact else " but for case, spacing or a word at one end"
-    bad = f"{num_alike} prompts stand in two data sets{how}, so validation is too good; split by prompt"
-    verdict = (not num_alike, num_alike, "prompts", expected, "no prompt stands in two data sets", bad)
+    bad = f"{num_alike} prompts are in two data sets{how}, so validation is too good; split by prompt"
+    verdict = (not num_alike, num_alike, "prompts", expected, "no prompt is in two data sets", bad)
     otherwise = Status.fail if num_exact else Status.warn
     return judged(*verdict, otherwise=otherwise, details=details)
 

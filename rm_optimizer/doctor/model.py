@@ -255,5 +255,5 @@ def save_reload(model: BradleyTerryRM) -> Check:
         except (CheckpointError, ValueError, RuntimeError) as error:  # transformers itself raises the last two
             return Check("", Status.fail, None, unit, expected, f"the model cannot be saved: {error}")
     details = {"tolerance": certificate.tolerance, "max_difference": certificate.max_difference}
-    explanation = f"the saved model scores alike{' in plain transformers' * (pooling_head_of(model.model) is None)}"
+    explanation = f"the saved model scores the same{' in plain transformers' * (pooling_head_of(model.model) is None)}"
     return Check("", Status.ok, certificate.relative_difference, unit, expected, explanation, details)

@@ -37,7 +37,7 @@ def pad_token(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
         "load the model with BradleyTerryRM, which chooses another pad token"
     )
     if not agrees:
-        bad = f"tokenizer and model name different pad ids ({tokenizer.pad_token_id} and {pad}); set both alike"
+        bad = f"tokenizer and model name different pad ids ({tokenizer.pad_token_id} and {pad}); set both to the same"
     good = f"{tokenizer.pad_token!r} pads and ends no sequence ({model.pad_choice.reason})"
     verdict = (agrees and not num_ending, num_ending, f"of {len(probe)} sequences", expected, good, bad)
     return judged(*verdict, details=details)

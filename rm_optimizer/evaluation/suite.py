@@ -31,7 +31,7 @@ from rm_optimizer.schema.data import DataConfig, KwiseRule
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteSet:
-    """Rows of a suite that are read and scored alike.
+    """Rows of a suite that are read and scored in the same way.
 
     Args:
         path: file, folder or hub name, or several; a web address or nothing for a set that only `--data` gives.
@@ -85,7 +85,7 @@ class Suite:
         protocol: what else the official numbers depend on.
         sets: its rows.
         score: the average that is its official number.
-        average: averages by name, in the order of their computation: `mean` of parts alike or with fixed weights,
+        average: averages by name, in the order of their computation: `mean` of parts with equal or fixed weights,
             `pool` of groups by their credits, or `sum` with weights. Parts without rows are left out.
         per: values of the first column of `group` with separate averages; the score is the mean over them.
     """

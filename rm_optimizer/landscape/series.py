@@ -288,7 +288,7 @@ def measure_between(
         KeyboardInterrupt: if the user stopped it before the first spectrum was complete.
     """
     if len(models) < 2:
-        raise ConfigError("landscape=between needs other models besides the checkpoint; add landscape.others=[RUN, …]")
+        raise ConfigError("landscape=between needs other models than the checkpoint; add landscape.others=[RUN, …]")
     sample, readers = context.measured_loss.sample, list(models.values())
     pairs = list(combinations(range(len(models)), 2))
     of_models = [[name, tensors_digest(read())] for name, read in models.items()]

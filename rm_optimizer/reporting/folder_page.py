@@ -303,7 +303,7 @@ def _ensemble(run_dir: Path, missing: list[str]) -> tuple[Block, ...]:
 
 
 def _agreement(runs: Sequence[RunFolder | None]) -> tuple[str, ...]:
-    """Sentences on validation pairs that all members order alike.
+    """Sentences on validation pairs that all members order in the same way.
 
     The others have a sentence too; there are no sentences if members' pairs differ.
     """
@@ -318,7 +318,7 @@ def _agreement(runs: Sequence[RunFolder | None]) -> tuple[str, ...]:
     margins = (np.array([[row.chosen - row.rejected for row in rows] for rows in rewards]) * sides)[:, sides != 0]
     agreed = np.abs(np.sign(margins).sum(0)) == len(margins)
     num_agreed, num_pairs = int(agreed.sum()), agreed.size
-    said = [f"All {len(margins)} members order {num_agreed:,} of the {num_pairs:,} validation pairs alike."]
+    said = [f"All {len(margins)} members order {num_agreed:,} of the {num_pairs:,} validation pairs in the same way."]
     if num_agreed:
         said.append(f"They are right on {int((margins[0, agreed] > 0).sum()):,} of these.")
     if num_agreed < num_pairs:

@@ -116,7 +116,7 @@ class ModelConfig(Options, group="model"):
         require(described, "model.path", "be set when model.architecture is empty", "null")
         if self.path is not None and self.architecture:
             raise ConfigError(
-                f"model={self.name} builds a model of its own, so model.path must be null, got '{self.path}'; "
+                f"model={self.name} builds its own model, so model.path must be null, got '{self.path}'; "
                 "take model=custom, or leave model out, to start from that path"
             )
         is_known = self.freeze in (None, FREEZE_BACKBONE) or (self.freeze.isascii() and self.freeze.isdigit())

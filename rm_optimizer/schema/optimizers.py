@@ -53,7 +53,7 @@ class OptimizerConfig(Options, group="optimizer"):
     head_lr_factor: float = within("(0, inf)", 1.0)
     """Learning rate of the reward head and of new matrices next to it, relative to `lr`."""
     layer_lr_decay: float = within("(0, 1]", 1.0)
-    """Learning-rate factor from each layer to the one below it (Clark et al., 2020); 1 treats all layers alike."""
+    """Learning-rate factor from each layer to the one below it (Clark et al., 2020); 1 treats all layers the same."""
 
 
 @dataclass(kw_only=True)

@@ -145,7 +145,7 @@ def test_without_validation_training_prompts_are_held_out(tmp_path: Path):
 
 def test_validation_on_training_data_must_be_allowed_by_name(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", dataset(10))
-    with pytest.raises(DataError, match=r"10 of 10 validation prompts also stand in the training data"):
+    with pytest.raises(DataError, match=r"10 of 10 validation prompts are also in the training data"):
         load_training_data(DataConfig(train=path, val=path))
     assert load_training_data(DataConfig(train=path, val=path, allow_prompt_overlap=True)).val_origin == path
 
@@ -222,7 +222,7 @@ def test_prompts_of_one_conversation_cannot_be_split():
 
 def test_validation_prompts_that_differ_in_case_and_blanks_are_the_same():
     train, val = (PreferenceDataset([PreferencePair(text, "a", "b")]) for text in ("Why so?", " why  SO?"))
-    with pytest.raises(DataError, match="1 of 1 validation prompts also stand in the training data"):
+    with pytest.raises(DataError, match="1 of 1 validation prompts are also in the training data"):
         require_disjoint_prompts(train, val)
 
 

@@ -296,7 +296,7 @@ def test_a_path_into_a_column_that_leads_nowhere_names_the_parts(tmp_path: Path)
     ],
 )
 def test_a_prompt_column_must_agree_with_the_conversations_beside_it(row: dict[str, Any], tmp_path: Path):
-    assert "the prompt column says otherwise" in refusal(tmp_path, [row])
+    assert "the prompt column differs" in refusal(tmp_path, [row])
 
 
 def test_one_empty_response_of_many_is_told_and_the_others_count(tmp_path: Path):

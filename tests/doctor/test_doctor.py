@@ -416,7 +416,7 @@ def test_a_prompt_with_one_word_more_in_the_other_split_warns(words, model, data
     near = [*data["val"].pairs, *(replace(pair, prompt=words.format(pair.prompt)) for pair in data["train"].pairs[:3])]
     check = on_pairs(model, data, val=near).check("split_leakage")
     assert (check.status, check.measured) == (Status.warn, 3)
-    assert "3 prompts stand in two data sets but for case, spacing or a word at one end" in check.explanation
+    assert "3 prompts are in two data sets but for case, spacing or a word at one end" in check.explanation
     assert doctor_data.split_leakage({"val": PreferenceDataset(near), "train": data["train"]}).measured == 3
 
 

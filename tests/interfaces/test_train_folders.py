@@ -105,7 +105,7 @@ def test_hydra_writes_only_into_a_folder_that_no_other_process_has(
 
 @pytest.mark.parametrize("shared", ["output_dir=one", "hydra.sweep.subdir=one", "hydra.sweep.subdir=${optimizer.name}"])
 def test_two_jobs_of_a_sweep_in_one_folder_are_refused(shared: str):
-    with pytest.raises(ConfigError, match="each job of a sweep needs a folder of its own"):
+    with pytest.raises(ConfigError, match="each job of a sweep needs its own folder"):
         entry.check_command(["--multirun", *FEW, "seed=0,1", shared])
 
 

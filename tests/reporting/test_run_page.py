@@ -140,7 +140,7 @@ def test_an_ensemble_of_the_run_shows_its_members_and_where_they_agree(copied: P
     (other / "pair_rewards.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = text_of(write_page(copied).read_text(encoding="utf-8"))
     tied = sum(row["chosen"] == row["rejected"] for row in rows[:20])
-    assert f"All 2 members order {40 + tied} of the 60 validation pairs alike." in page
+    assert f"All 2 members order {40 + tied} of the 60 validation pairs in the same way." in page
     assert "spread by more than 0.250: at most 5% of responses" in page
     assert (copied / "report" / "ensemble.csv").read_text().splitlines()[1].startswith("this run,")
     (copied / "ensemble" / "ensemble.json").write_text("{")

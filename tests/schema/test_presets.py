@@ -80,7 +80,7 @@ def test_explicit_numbers_win_over_the_adapters():
     [
         (("adapter=lora", "model.adamw_lr=1e-4"), r"model\.adamw_lr is not read with adapter=lora; set model\.lora_lr"),
         (("model.lora_lr=1e-4",), r"model\.lora_lr is not read with adapter=none; set model\.adamw_lr"),
-        (("model=tiny", "model.path=a/b"), r"model=tiny builds a model of its own.*got 'a/b'; take model=custom"),
+        (("model=tiny", "model.path=a/b"), r"model=tiny builds its own model.*got 'a/b'; take model=custom"),
         (("model=custom",), r"model\.path must be set"),
         (("adapter=qlora", "model=tiny"), "adapter=qlora stores pretrained weights.* model=tiny starts from random"),
         (("adapter.rank=8",), r"adapter\.rank must be null without an adapter .add adapter=lora., got 8"),

@@ -139,7 +139,7 @@ def test_a_run_in_memory_does_not_go_on_with_other_pairs(in_memory: RunResult, s
         (TrainVal(some("Say", 24, "never"), DATA.val), "train"),
         (TrainVal(DATA.train, some("Tell", 11)), "val"),
     ):
-        with pytest.raises(ConfigError, match=rf"those of data\.{option} have changed"):
+        with pytest.raises(ConfigError, match=rf"the pairs of data\.{option} have changed"):
             run_training(config, data=changed)
     if not more:
         assert run_training(config, data=DATA).run_id == in_memory.run_id
@@ -157,7 +157,7 @@ def test_a_run_in_memory_does_not_go_on_with_other_pairs(in_memory: RunResult, s
         (["data.max_pairs=4"], {}, ConfigError, r"so data\.max_pairs must not be set"),
         ([], {"data": DATA.train}, TypeError, "must be a TrainVal of two PreferenceDatasets"),
         ([], {"data": TrainVal(DATA.train, DATA.val[:0])}, DataError, "needs validation pairs, got none"),
-        ([], {"data": TrainVal(DATA.train, DATA.train[:3])}, DataError, "3 of 3 validation prompts also stand in"),
+        ([], {"data": TrainVal(DATA.train, DATA.train[:3])}, DataError, "3 of 3 validation prompts are also in"),
         (
             [],
             {"order": PairOrder("few", lambda epoch: range(8))},

@@ -219,7 +219,7 @@ def test_changed_pairs_are_refused_and_moved_ones_are_not(small_config: Build, t
     train_reward_model(small_config(run_dir, *common, write(tmp_path / "a.jsonl")))
     extended = [*common[:1], "training.max_steps=2", "resume=auto"]
     before = snapshot(run_dir)
-    with pytest.raises(ConfigError, match=r"those of data\.train have changed \(fingerprint was"):
+    with pytest.raises(ConfigError, match=r"the pairs of data\.train have changed \(fingerprint was"):
         train_reward_model(small_config(run_dir, *extended, write(tmp_path / "a.jsonl", rejected="never")))
     assert snapshot(run_dir) == before
     assert train_reward_model(small_config(run_dir, *extended, write(tmp_path / "b.jsonl"))).steps == 2
@@ -239,7 +239,7 @@ def test_a_run_can_be_made_longer(small_config: Build, tmp_path: Path, caplog: p
     if schedule == "constant":
         assert_same_outcome(cut, long)
     else:
-        assert "is not that of a run that was started with 6 steps" in caplog.text
+        assert "differs from a run that was started with 6 steps" in caplog.text
 
 
 @pytest.mark.parametrize("options", [["training.max_steps=5"], ["training.epochs=0.5"]])

@@ -207,7 +207,7 @@ def trainable_parameters(model: PreTrainedModel) -> str:
     sizes = {name: (parameter_size(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()}
     adapter = sum(size for name, (size, trains) in sizes.items() if trains and ADAPTER_NAME in name.split("."))
     trainable, total = sum(size for size, trains in sizes.values() if trains), sum(size for size, _ in sizes.values())
-    parts = f"{adapter:,} in LoRA factors, {trainable - adapter:,} in the reward head and beside it"
+    parts = f"{adapter:,} in LoRA factors, {trainable - adapter:,} in the reward head and other parts"
     return f"trains {trainable:,} of {total:,} parameters ({100 * trainable / total:.2f} %): {parts}"
 
 

@@ -83,7 +83,7 @@ def read_config(location: str, options: LoadOptions) -> PretrainedConfig:
     stored, _ = PretrainedConfig.get_config_dict(location, revision=options.revision)
     kind, trusted = stored.get("model_type"), options.trust_remote_code
     if kind not in CONFIG_MAPPING and kind != OWN_TYPE and "auto_map" in stored and not trusted:
-        raise needs_import(location, f"{kind} is code of its own, which runs with trust_remote_code alone")
+        raise needs_import(location, f"{kind} has custom code, which runs only with trust_remote_code")
     if kind != OWN_TYPE:
         return AutoConfig.from_pretrained(location, revision=options.revision, trust_remote_code=trusted)
     own = {"model_type": stored["reward_head"]["model_type"]}

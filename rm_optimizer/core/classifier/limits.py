@@ -35,7 +35,7 @@ def refuse_known(config: PretrainedConfig) -> None:
 def batch_dependence(name: str, reason: str) -> ConfigError:
     """The error of a model whose rewards depend on their batch."""
     return ConfigError(
-        f"{name} gives a response another reward when a longer one is scored beside it: {reason}; use another model, "
+        f"{name} gives a response another reward when a longer one is scored with it: {reason}; use another model, "
         "such as BERT, DeBERTa, ModernBERT or a decoder"
     )
 
@@ -100,5 +100,5 @@ def check_window(config: PretrainedConfig, max_length: int) -> None:
     if exact is not None and max_length > exact:
         raise ConfigError(
             f"model.max_length must be at most {exact}, to which this model's attention is exact, got {max_length}: "
-            "beyond, one long sequence changes the rewards of all that are scored beside it"
+            "beyond, one long sequence changes the rewards of all that are scored with it"
         )

@@ -85,7 +85,7 @@ def backbone_prefix(names: Iterable[str], expected: Sequence[str]) -> str:
     found, number = votes.most_common(1)[0] if votes else ("", 0)
     if 2 * number < len(wanted):
         raise CheckpointError(
-            f"the stored weights are not those of the configuration's backbone: {number} of its {len(wanted)} tensors "
+            f"the stored weights are not of the configuration's backbone: {number} of its {len(wanted)} tensors "
             f"are there, and for example {min(wanted)} is not; name the right base with --base"
         )
     return found

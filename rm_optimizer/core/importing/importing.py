@@ -270,7 +270,7 @@ def _tokenizer(base: Path, staging: Path, *, trust_remote_code: bool) -> PreTrai
     brings_code = settings.is_file() and "auto_map" in json.loads(settings.read_text(encoding="utf-8"))
     if brings_code and not trust_remote_code:
         raise CheckpointError(
-            f"the tokenizer in {base} is code of its own; read it, then pass --trust-remote-code to run it once"
+            f"the tokenizer in {base} is custom code; read it, then pass --trust-remote-code to run it once"
         )
     try:
         with quiet_transformers():

@@ -69,7 +69,7 @@ def stored_model(source: str, base: str | None, revision: str | None) -> Iterato
     """The stored model of a folder or hub id, whose tensors can be read in the block.
 
     Weights may be safetensors, torch's files, a checkpoint of `torch.distributed.checkpoint`, or an adapter with a head
-    in a file of its own, which is merged into its base.
+    in a separate file, which is merged into its base.
 
     Args:
         source: folder or hub id.

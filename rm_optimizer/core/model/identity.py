@@ -82,7 +82,7 @@ def require_rendering(renderer: ConversationRenderer, stored: Mapping[str, Any])
     if stored.get("template_hash") == renderer.template_hash:
         return
     if stored.get("kind") == "custom" and renderer.kind != "custom":
-        raise CheckpointError("the model was trained with a render_fn of its own; pass the same one as render_fn")
+        raise CheckpointError("the model was trained with a custom render_fn; pass the same one as render_fn")
     raise CheckpointError(
         f"the model was trained with rendering {stored.get('template_hash')}, but its tokenizer now gives "
         f"{renderer.template_hash}: the probe reads {renderer.probe_rendering!r} instead of "

@@ -1,4 +1,4 @@
-"""Columns that are not read as they are meant: refused, with a mapping to type, or named in a note.
+"""Refusals and notes for columns that are not read as they are meant, with a mapping to type.
 
 A mapping is proposed only if the name itself is known and the mapped rows have a format. A merely similar name is never
 proposed, nor is a column of ranks, winners or other numbers as a score or label.
@@ -294,7 +294,7 @@ def _of_two(rows: Sequence[Row], given: Columns, sides: Sequence[str], winner: s
 
 
 def _of_parts(rows: Sequence[Row], names: Sequence[str], given: Columns) -> Suggestion | None:
-    """Paths into columns that hold objects; the longest texts beside numbers, or in columns of our names, are read."""
+    """Paths into columns that hold objects, which read the longest texts next to numbers or in columns of our names."""
     parts, inside = list[str](), dict[str, Any]()
     for name in names:
         value: Any = next((row[name] for row in rows if not is_empty(row.get(name))), None)

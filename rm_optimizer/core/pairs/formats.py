@@ -250,7 +250,7 @@ def _require_agreement(prompt: Prompt, messages: Sequence[Message]) -> None:
     )
     if given != own and not (len(given) == 1 and given[0] in own):
         told = "map the right column, or leave the prompt column out by mapping it to null"
-        raise ValueError(f"the prompt column says otherwise than the conversations beside it; {told}")
+        raise ValueError(f"the prompt column differs from the prompt of the conversations; {told}")
 
 
 def _transcript(name: str, text: str) -> tuple[Message, ...]:

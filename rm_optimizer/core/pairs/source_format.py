@@ -340,5 +340,5 @@ def suggested_layout(source: DataSource, first: _Numbered) -> tuple[dict[str, An
     if TODO in str(told):
         note += ", with what the rows mean in place of TODO"
         if values := few_values(rows, str(found.columns.get("winner", "winner"))):
-            note += f"; the winner is {', '.join(values)}: name those of the first, the second and ties"
+            note += f"; the winner is {', '.join(values)}: name the values for the first, the second and ties"
     return source.layout.to_dict() | told, note

@@ -63,7 +63,7 @@ def in_context(row: Row, prompt: Prompt, columns: Mapping[str, str | None]) -> P
         if messages[0].role != "system":
             prompt = with_context((Message("system", system), *messages), context)
         elif messages[0].content.split() != system.split():
-            raise ValueError("the system column says otherwise than the prompt's own system message; leave one out")
+            raise ValueError("the system column differs from the prompt's own system message; leave one out")
     return with_context(prompt, row)
 
 

@@ -90,7 +90,7 @@ def paired(prompts: Prompts, responses: Texts) -> tuple[list[Prompt], list[str]]
     if is_one_prompt(prompts) or is_one_prompt(given):
         return prompts_of("prompts", given) * len(found), found
     if isinstance(responses, str):
-        raise ValueError(f"expected a list of responses beside a list of prompts, got the text {responses[:40]!r}")
+        raise ValueError(f"expected a list of responses with a list of prompts, got the text {responses[:40]!r}")
     if len(given) != len(found):
         raise ValueError(f"expected one response for each prompt, got {len(given)} prompts and {len(found)} responses")
     return given, found

@@ -60,7 +60,7 @@ def with_context(prompt: Prompt, values: Mapping[str, Any]) -> Prompt:
         return prompt
     messages = as_messages(prompt)
     if messages[0].role == CONTEXT_ROLE:
-        raise ValueError(f"{', '.join(found)} is given twice, with the prompt and beside it; leave one out")
+        raise ValueError(f"{', '.join(found)} is given twice, in the prompt and with it; leave one out")
     return Message(CONTEXT_ROLE, "", found), *messages
 
 

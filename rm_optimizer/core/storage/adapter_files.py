@@ -210,7 +210,7 @@ def load_adapter(
     """
     if not is_under(head_name(model), modules_named(model, config.modules_to_save or ())):
         if [*folder.glob("value_head.*")]:
-            raise needs_import(folder, "it is an adapter with a value head in a file of its own")
+            raise needs_import(folder, "it is an adapter with a value head in a separate file")
         raise CheckpointError(f"the adapter in {folder} was saved without its reward head, which cannot be restored")
     start = _embeddings_name(model)
     for key, rows in _tensors(folder).items():

@@ -379,7 +379,7 @@ def refuse_unread(model: PreTrainedModel, unread: Collection[str], *, is_fresh: 
     if lost := sorted(inside if is_fresh else unread):
         told = (
             f"it stores {len(lost)} weights that {type(model).__name__} with its config.json does not read, among them "
-            f"{', '.join(lost[:3])}, so its rewards would not be those of the saved model"
+            f"{', '.join(lost[:3])}, so its rewards would differ from the saved model's"
         )
         if not inside:
             raise needs_import(model.name_or_path, told)

@@ -248,7 +248,7 @@ class BlockReader:
         rows = tally.counted(guarded(path, block.read(path, tally.report_unread)))
         for number, pair in file.pairs(rows, self.options.kwise_rule, tally):
             if self.held_out_prompts and folded_prompt_id(pair.prompt) in self.held_out_prompts:
-                reason = "its prompt also stands in data.val (case and blanks aside)"
+                reason = "its prompt is also in data.val (case and blanks aside)"
                 row = SkippedRow(file.source.path, number, reason)
                 raise DataError(f"{row}; remove it from one, or set data.allow_prompt_overlap=true")
             yield number, pair

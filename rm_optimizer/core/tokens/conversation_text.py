@@ -259,7 +259,7 @@ class ChatTemplate:
             if self.rendered([*turns[:number], other, *turns[number + 1 :]], context) == text:
                 raise ConversationRefused(
                     f"the tokenizer's chat template prints nothing of tool_call_id of message {number + 1}, and the "
-                    "result does not stand at the place of its call; put the results into the order of the calls"
+                    "result is not at the place of its call; put the results into the order of the calls"
                 )
         for column in context.keys() & {"tools", "documents"}:
             if (lost := self._not_shown(turns, context, column, text)) is not None:

@@ -26,7 +26,7 @@ def require_disjoint_prompts(train: PreferenceDataset, val: PreferenceDataset) -
         return
     text = shared[0] if isinstance(shared[0], str) else shared[0][-1].content
     raise DataError(
-        f"{len(shared)} of {len(prompts)} validation prompts also stand in the training data (case and blanks aside), "
+        f"{len(shared)} of {len(prompts)} validation prompts are also in the training data (case and blanks aside), "
         f"such as {text[:80]!r}; remove them from one, or set data.allow_prompt_overlap=true"
     )
 

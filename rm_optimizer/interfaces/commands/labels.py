@@ -67,7 +67,7 @@ def select(
     elif model is None:
         raise ConfigError(f"--rule {rule} reads a model: add --model, or take --rule random or length_stratified")
     elif (Path(model) / ENSEMBLE_FILE).is_file():
-        refuse_unread(context, "with an ensemble, whose members have features of their own", "cache", "workers")
+        refuse_unread(context, "with an ensemble, whose members have different features", "cache", "workers")
     require_question_file(out, "--out")
     require_new(out)
     if follows(context, [lambda: None if model is None else _scorer(model, max_length)], workers):

@@ -83,7 +83,7 @@ def rlhf(
                 f"checkpoints left out of the fit (not of the fall), nearer to the start than an earlier one: {nearer}"
             )
     if result.stop_reason == "disagreement":
-        print(f"stopped: the reward models disagree too much; the policy is that of step {result.step}")
+        print(f"stopped: the reward models disagree too much; the policy is from step {result.step}")
     print(f"policy after {result.step} steps: {result.policy}")
 
 

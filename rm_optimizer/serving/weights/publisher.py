@@ -265,7 +265,7 @@ class RMPublisherAdapter(PickledByArguments):
         if self._published is not None and self._published != (status.version, status.revision):
             _log.warning(
                 "%s serves weights %s where %s were published: it was started again, or another trainer publishes to "
-                "it; rewards were not those of this run meanwhile. %s are published now",
+                "it; rewards meanwhile were not this run's. %s are published now",
                 *(self.url, status.version, self._published[0], new.name),
             )
             self._published = None

@@ -164,7 +164,7 @@ class Extension(pl.Callback):
             effect = (
                 f"the {self.schedule.name} schedule of {self.to_steps} steps applies from there on: the learning rate "
                 f"of step {done + 1} is {after(done):.3g} of its peak ({before(done):.3g} as planned before), so the "
-                f"result is not that of a run that was started with {self.to_steps} steps"
+                f"result differs from a run that was started with {self.to_steps} steps"
             )
         if trainer.is_global_zero:
             told = "the run is extended from %d to %d steps after step %d; %s"

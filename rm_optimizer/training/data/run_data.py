@@ -223,7 +223,7 @@ class StreamedTrainVal(TrainVal):
         found = super().notes(uses_margins=uses_margins)
         if len(self.train) < FIRST_PAIRS:
             return found
-        looked = f"data.streaming=ray: labels, margins and conversations are those of the first {FIRST_PAIRS:,} pairs"
+        looked = f"data.streaming=ray: labels, margins and conversations are from the first {FIRST_PAIRS:,} pairs"
         return (*found, f"{looked}; conversations of data.val that continue one of a later pair are not found")
 
 

@@ -240,7 +240,7 @@ def require_same_pairs(before: RunRecord | DataSummary, data: TrainVal | None) -
     ):
         if was != now:
             raise ConfigError(
-                f"resume=auto continues a run on the pairs it started with, but those of data.{split} have changed "
+                f"resume=auto continues a run on the pairs it started with, but the pairs of data.{split} have changed "
                 f"(fingerprint was {was}, is {now}); bring them back, set resume=restart, or choose another "
                 "hydra.run.dir"
             )

@@ -94,7 +94,7 @@ def test_a_folder_with_its_own_head_is_refused_by_classes_that_lack_it(tmp_path:
         ({}, {"logit": "0"}, "the head has 1 output; leave --logit out"),
         ({}, {"head": "scores"}, "did you mean 'score'"),
         ({"mean": 2.0, "std": 3.0}, {}, "a mean of 2 and a deviation of 3, and config.json does not tell"),
-        ({"model_type": "gpt_neox"}, {}, "the stored weights are not those of the configuration's backbone"),
+        ({"model_type": "gpt_neox"}, {}, "the stored weights are not of the configuration's backbone"),
         ({"model_type": "baichuan"}, {}, "its backbone baichuan has no classifier in transformers"),
     ],
 )
@@ -242,7 +242,7 @@ def test_code_of_a_tokenizer_runs_only_when_it_is_trusted(tmp_path: Path):
         "tokenizer_class": "MyTokenizer",
     }
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(CheckpointError, match="is code of its own; read it, then pass --trust-remote-code"):
+    with pytest.raises(CheckpointError, match="is custom code; read it, then pass --trust-remote-code"):
         import_reward_model(source, tmp_path / "imported")
     assert not ran.exists()
     import_reward_model(source, tmp_path / "imported", trust_remote_code=True)

@@ -309,7 +309,7 @@ def test_a_text_is_one_response_and_never_its_letters():
     turns = (Message("user", "hello"),)
     assert torch.equal(model.score(turns, "world"), model.score([turns], ["world"])[0])  # type: ignore[arg-type]
     assert model.tokenize("hello", "world")["input_ids"].shape[0] == 1
-    with pytest.raises(ValueError, match="expected a list of responses beside a list of prompts, got the text 'xy'"):
+    with pytest.raises(ValueError, match="expected a list of responses with a list of prompts, got the text 'xy'"):
         model.score(["a", "b"], "xy")
     with pytest.raises(TypeError, match=r"responses_of_each\[0\] must be a list"):
         model.score_groups(["a", "b"], ["x", "y"])

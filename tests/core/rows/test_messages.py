@@ -96,7 +96,7 @@ def test_a_system_column_is_the_system_turn_and_must_not_contradict_the_prompt()
     assert in_context({"system": "Be kind."}, "Hi", {}) == (Message("system", "Be kind."), Message("user", "Hi"))
     own = (Message("system", "Be kind."), Message("user", "Hi"))
     assert in_context({"system": " Be kind. "}, own, {}) == own
-    with pytest.raises(ValueError, match="says otherwise"):
+    with pytest.raises(ValueError, match="the system column differs"):
         in_context({"system": "Be rude."}, own, {})
 
 

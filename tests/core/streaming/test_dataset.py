@@ -295,7 +295,7 @@ def test_a_held_out_prompt_stops_the_stream(tmp_path: Path, renderer: Conversati
     items = rows(20, 7)
     path = json_lines(tmp_path / "pairs.jsonl", items)
     data = RayPreferenceDataset(str(path), held_out_prompts=[f" {items[12]['prompt'].upper()}\n"])
-    with pytest.raises(DataError, match=r"line 13: its prompt also stands in data\.val"):
+    with pytest.raises(DataError, match=r"line 13: its prompt is also in data\.val"):
         next(iter(stream(InProcess(data, renderer), data)))
 
 

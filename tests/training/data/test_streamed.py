@@ -128,7 +128,7 @@ def test_what_streaming_needs_is_named(
 def test_a_prompt_of_validation_is_refused_where_it_stands(small_config: Build, tmp_path: Path, options: list[str]):
     with (tmp_path / "train-2.jsonl").open("a") as file:
         file.write((tmp_path / "val.jsonl").read_text().splitlines()[4] + "\n")
-    with pytest.raises(DataError, match=r"train-2\.jsonl, line 41: its prompt also stands in data\.val"):
+    with pytest.raises(DataError, match=r"train-2\.jsonl, line 41: its prompt is also in data\.val"):
         train_reward_model(small_config(tmp_path / "run", *options))
     train_reward_model(small_config(tmp_path / "run", *options, "data.allow_prompt_overlap=true"))
 
