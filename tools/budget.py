@@ -19,7 +19,7 @@ ROOMS: Mapping[str, int] = {
     "landscape": 3839,
     "training": 3056,
     "rl_coupling": 2427,
-    "reporting": 2630,
+    "reporting": 2631,
     "interfaces": 2421,
     "experiments": 1637,
     "data_efficiency": 1656,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 52,
     "import lines": 5988,
     "import lines inside functions": 394,
-    "lines of code": 37617,
+    "lines of code": 37618,
     "private functions with one caller": 422,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -297,7 +297,7 @@ def set_train_mode(optimizer: Optimizer, training: bool) -> None:
 @contextmanager
 def evaluation_weights(optimizer: Optimizer) -> Iterator[None]:
     """Context with the evaluation weights in the parameters; its end restores the earlier weights."""
-    was_training = all(group.get("train_mode", False) for group in optimizer.param_groups)
+    was_training = all(group.get("train_mode", True) for group in optimizer.param_groups)
     set_train_mode(optimizer, False)
     try:
         yield

@@ -239,7 +239,8 @@ def training_rows(history: figures.History) -> list[dict[str, Any]]:
 
 def curvature_caption(run: RunFolder) -> str:
     """Sample of the curvature that a run measured during training."""
-    trained, result = run.options, RunResult.read(run.path)
+    result = RunResult.read(run.path)
+    trained = run.options or (result.config if result else {})
     num_pairs = trained["training"]["hessian"]["num_pairs"]
     if result is not None:
         num_pairs = min(num_pairs, result.data.train_pairs)
