@@ -44,7 +44,7 @@ from transformers import AutoModelForSequenceClassification
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.chat import ConversationRenderer
-from rm_optimizer.core.tokens.prefix_trees import prefix_tree, unique_tokens
+from rm_optimizer.core.tokens.prefix_trees import common_runs, prefix_tree
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.serving.embedded.worker import TransformersWorker
 from rm_optimizer.serving.options import WorkerOptions
@@ -201,6 +201,11 @@ def offline(args: argparse.Namespace, folder: Path, work: Work) -> dict[str, flo
         print(f"engine {dtype} {part}: products at {median(found) / 1e9:.0f} GFLOP per processor second")
         figures[f"share {dtype} {part}"] = median(shares)
     return figures
+
+
+def unique_tokens(rows: Rows) -> int:
+    """Tokens of the rows, with those of a common start counted once."""
+    return sum(tokens for _, tokens in common_runs(rows, 10**9))
 
 
 def operations(model: torch.nn.Module, flops: ModelFlops, batch: Rows) -> float:

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -334,3 +336,20 @@ def test_cuda_is_named_only_where_nothing_else_would_do():
     named = re.compile(r"torch\.cuda|[\"']cuda(:\d)?[\"']")
     found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if named.search(path.read_text("utf-8"))}
     assert found == CUDA.keys()
+
+
+def test_scripts_import_names_that_the_package_has():
+    folders = ("benchmarks", "studies", "tools", "examples")
+    scripts = [path for folder in folders for path in (ROOT / folder).glob("*.py")]
+    missing = [
+        f"{path.name}: {module.__name__}.{name.name}"
+        for path in scripts
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == PACKAGE.name
+        for module in [import_module(node.module or "")]
+        for name in node.names
+        if not hasattr(module, name.name)
+        and not (hasattr(module, "__path__") and find_spec(f"{module.__name__}.{name.name}"))
+    ]
+    assert len(scripts) > 40
+    assert missing == []

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9307,
+    "core": 9310,
     "serving": 4397,
     "landscape": 3839,
     "training": 3056,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 52,
     "import lines": 5988,
     "import lines inside functions": 394,
-    "lines of code": 37618,
+    "lines of code": 37621,
     "private functions with one caller": 422,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -60,7 +60,7 @@ class Begin(RequestModel):
         mode: set of tensors in the update.
         version: name of the weights once they are served.
         base_version: version that must be served before the update; another one is a conflict. None accepts any.
-        base_revision: revision that must be served before the update, in the same form.
+        base_revision: revision that must be served before the update; another one is a conflict. None accepts any.
         revision: serial number of the weights once they are served, if it is above the served one; None leaves it to
             the receiver. One number for several servers.
         tensors: manifest of the tensors, in the order of their transfer.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from rm_optimizer.core.rows.messages import Message
+from rm_optimizer.core.rows.prompts import with_context
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import DataError
 from tests.builders import decoder_tokenizer
@@ -243,6 +245,14 @@ def test_line_breaks_indents_and_blanks_that_a_template_drops_are_refused(writte
     assert code in renderer(template.replace("CHANGE", "strip()")).text("Code?", f"{code}\n")
     with pytest.raises(DataError, match=r"leaves out a part of message 2"):
         renderer(template.replace("CHANGE", written)).text("Code?", code)
+
+
+@pytest.mark.parametrize("name", ["memo", "doc.type"])
+def test_a_part_of_a_document_that_a_template_does_not_print_is_named(name: str):
+    template = "{% for d in documents or [] %}{{ d['title'] }}{% endfor %}" + KNOWN_ROLES
+    prompt = with_context((Message("user", "Why?"),), {"documents": [{"title": "a", "type": "b", name: "c"}]})
+    with pytest.raises(DataError, match=rf"prints nothing of documents\[0\]\.{re.escape(name)}"):
+        renderer(template).text(prompt, "So.")
 
 
 @pytest.mark.parametrize("role", ["developer", "narrator", "observer"])

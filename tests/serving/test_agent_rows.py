@@ -209,7 +209,7 @@ def test_rules_for_thinking_and_control_tokens_hold_at_every_entrance(tmp_path: 
         ({"prompt": [ASK], "responses": ["4"], "tools": [{"type": "function", "function": {}}]}, None),
         ({"prompt": "2 + 2?", "responses": [[CALL, RESULT]]}, "must end with a message of the assistant"),
         ({"prompt": [{**ASK, "image": "a.png"}], "responses": ["4"]}, "unknown field 'image'"),
-        ({"prompt": [{"role": "(context)", "content": "Hi"}], "responses": ["4"]}, "holds what comes with messages"),
+        ({"prompt": [{"role": "(context)", "content": "Hi"}], "responses": ["4"]}, "is for tools and documents"),
         ({"prompt": [{"role": "assistant", "tool_calls": [{"id": "a"}]}], "responses": ["4"]}, "a function's name"),
         ({"prompt": "Hi", "responses": ["4"], "chat_template_kwargs": {"mood": "dry"}}, "reads no mood"),
         ({"prompt": "Hi", "responses": ["4"], "chat_template_kwargs": {"tokenize": True}}, "reads no tokenize"),

@@ -227,7 +227,8 @@ class Layout:
         row = self.ours(stored)
         for name in self.parse or ():
             if isinstance(text := cell(stored, name, (name,)), str) and text.strip().startswith(("[", "{")):
-                raise ValueError(f"{name} must be a list or an object in JSON or as Python prints it, got {text:.60}")
+                form = "a list or an object in JSON or as Python prints it, with each key once"
+                raise ValueError(f"{name} must be {form}, got {text:.60}")
         for name, (low, high) in self.range.items():
             for value in _listed(row.get(name)):
                 if not low <= read_number(name, value) <= high:

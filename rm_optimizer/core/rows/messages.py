@@ -67,7 +67,7 @@ class Message:
         if self.role == "user" and not self.content.strip():
             raise ValueError("a message of role user must not be empty")
         if self.role == CONTEXT_ROLE and (self.content or not self.fields):
-            raise ValueError(f"the role {CONTEXT_ROLE} holds what comes with messages, and is not for one")
+            raise ValueError(f"the role {CONTEXT_ROLE} is for tools and documents of a conversation, not for a message")
 
     def to_dict(self) -> dict[str, Any]:
         """`{"role": …, "content": …}` with its fields, the form chat templates take."""

@@ -79,11 +79,13 @@ class Marks:
 
     def value(self, value: Any, path: str) -> Any:
         """The value of a tool or a document with a mark for each of its parts."""
+        constants: set[str] = set()
 
-        def leaf(at: str, part: Any) -> Any:
-            return part if at.rpartition(".")[2] in _CONSTANTS else self._mark(0, at)
+        def key(at: str, name: str) -> str:  # a path does not tell: a name may hold a dot
+            constants.update({at} if name in _CONSTANTS else ())
+            return name
 
-        return rebuilt(value, leaf, own_name, path)
+        return rebuilt(value, lambda at, part: part if at in constants else self._mark(0, at), key, path)
 
     def _call(self, call: Mapping[str, Any], number: int, path: str) -> dict[str, Any]:
         function, mark = dict(call["function"]), partial(self._mark, number)

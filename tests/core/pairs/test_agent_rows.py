@@ -185,7 +185,7 @@ def test_an_answer_that_spells_turns_is_never_turns():
 
 
 def test_the_role_of_what_stands_beside_messages_is_no_role_of_a_message():
-    with pytest.raises(ValueError, match="holds what comes with messages"):
+    with pytest.raises(ValueError, match="is for tools and documents"):
         Message(CONTEXT_ROLE, "Hi")
     before = with_context("Hi", {"tools": TOOLS})
     with pytest.raises(ValueError, match="after the first one"):
