@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import Any, ClassVar
 
 from rm_optimizer.errors import ConfigError, require_known
@@ -38,7 +39,7 @@ class Options:
         group: name before the options, as the user types it; empty for options of the whole run.
 
     Raises:
-        ConfigError: if a number lies outside.
+        ConfigError: if a number lies outside, or an option with an interval is neither a number nor text nor None.
     """
 
     _group: ClassVar[str] = ""
@@ -49,8 +50,12 @@ class Options:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if isinstance(value := getattr(self, item.name), int | float):
-                require_in(f"{self._group}{item.name}", value, item.metadata.get("interval", "(-inf, inf)"))
+            option, value = f"{self._group}{item.name}", getattr(self, item.name)
+            is_number = isinstance(value, Real)  # numpy's numbers too
+            if is_number:
+                require_in(option, value, item.metadata.get("interval", "(-inf, inf)"))
+            elif "interval" in item.metadata and value is not None:
+                require(isinstance(value, str), option, "be a number", repr(value))
         self._check()
 
     def _check(self) -> None:
@@ -67,19 +72,20 @@ def require(condition: bool, option: str, expected: str, got: object) -> None:
         raise ConfigError(f"{option} must {expected}, got {got}")
 
 
-def require_once(option: str, kind: str, names: Iterable[object]) -> None:
+def require_once(option: str, kind: str, names: Iterable[object], remedy: str = "leave one out") -> None:
     """Raise if a name is given twice.
 
     Args:
         option: the option's name as the user types it.
         kind: kind of what is named, in the singular.
         names: the names.
+        remedy: last clause of the sentence.
 
     Raises:
         ConfigError: naming the first such name.
     """
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
-    require(twice is None, option, f"name each {kind} once", f"'{twice}' twice; leave one out")
+    require(twice is None, option, f"name each {kind} once", f"'{twice}' twice; {remedy}")
 
 
 def require_key(option: str, key: str) -> None:

@@ -360,6 +360,8 @@ class TrainConfig(Options):
 
     def _check(self) -> None:
         model, adapter, hardware = self.model, self.adapter, self.hardware
+        if MISSING in (model, adapter, hardware):
+            return
         if adapter.kind == AdapterKind.qlora and model.path is None:
             raise ConfigError(
                 f"adapter=qlora stores pretrained weights in four bits, and model={model.name} starts from random "

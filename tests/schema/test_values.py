@@ -6,13 +6,15 @@ import types
 from collections.abc import Iterator
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 import pytest
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import TrainConfig, compose, typed
+from rm_optimizer.schema.config import BatchingConfig, LossConfig
 from rm_optimizer.schema.diagnose import option_names
-from rm_optimizer.schema.landscape import AnalyzeConfig
+from rm_optimizer.schema.landscape import AnalyzeConfig, SpectrumOptions
 from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS
 
 MAY_BE_NEGATIVE = frozenset({"optimizer.beta2_decay"})
@@ -67,3 +69,24 @@ def test_a_number_that_means_nothing_is_refused(name):
 def test_a_number_is_no_switch(typed_text):
     with pytest.raises(ConfigError, match=r"must be true or false, got '"):
         compose([typed_text])
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "sentence"),
+    [
+        (SpectrumOptions, {"num_probes": np.int64(-5)}, "num_probes must be at least 0, got -5"),
+        (SpectrumOptions, {"tolerance": np.float32(7)}, "tolerance must lie in (0, 1), got 7.0"),
+        (BatchingConfig, {"batch_size": np.int64(0)}, "batching.batch_size must be at least 1, got 0"),
+        (LossConfig, {"beta": np.float32("nan")}, "loss.beta must be a finite number, got nan"),
+        (LossConfig, {"beta": [1]}, "loss.beta must be a number, got [1]"),
+    ],
+)
+def test_values_from_python_are_checked_whatever_their_type(kind, given, sentence):
+    with pytest.raises(ConfigError) as refused:
+        kind(**given)
+    assert str(refused.value) == sentence
+    assert LossConfig(beta=np.float32(0.5)).beta == 0.5
+
+
+def test_options_without_their_groups_can_be_made():
+    assert TrainConfig().seed == 0
