@@ -269,6 +269,11 @@ def test_an_evaluation_in_a_half_type_counts_what_it_turns(model: BradleyTerryRM
     assert Evaluation.from_json((tmp_path / "bfloat16" / "metrics.json").read_text()).turned == half.turned
 
 
+def test_an_unknown_option_is_refused_before_the_model_is_loaded():
+    with pytest.raises(TypeError, match=r"unknown argument of evaluate_checkpoint 'sed'; did you mean 'seed'"):
+        evaluate_checkpoint("nowhere", SHORT, sed=1)  # type: ignore[call-arg]
+
+
 def test_groups_stay_within_their_source_and_rows_keep_their_own_id(model: BradleyTerryRM, tmp_path: Path):
     pairs = [
         PreferencePair(str(pair.prompt), pair.chosen, pair.rejected, metadata={**pair.metadata, **groups})

@@ -54,7 +54,9 @@ class PreferenceDataModule(pl.LightningDataModule):
     holds_all_pairs = True
     """False if `data.train` holds only the first of the training pairs."""
 
-    def __init__(self, data: TrainVal, config: TrainConfig, model: BradleyTerryRM, order: PairOrder | None) -> None:
+    def __init__(
+        self, data: TrainVal, config: TrainConfig, model: BradleyTerryRM, order: PairOrder | None = None
+    ) -> None:
         super().__init__()
         self.config, self.batching, self.seed, self.order = config.data, config.batching, config.seed, order
         self.pin_memory = config.hardware.pin_memory

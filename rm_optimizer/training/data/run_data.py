@@ -294,7 +294,9 @@ class StreamingDataModule(PreferenceDataModule):
 
     holds_all_pairs = False
 
-    def __init__(self, data: TrainVal, config: TrainConfig, model: BradleyTerryRM, order: PairOrder | None) -> None:
+    def __init__(
+        self, data: TrainVal, config: TrainConfig, model: BradleyTerryRM, order: PairOrder | None = None
+    ) -> None:
         assert isinstance(data, StreamedTrainVal), "other pairs are in memory"
         super().__init__(data, config, model, order)
         self._data_stream = data.stream

@@ -41,6 +41,13 @@ def test_pinning_reaches_the_loader(pins: bool, small_config: Build, tmp_path: P
     assert asked == [pins]
 
 
+def test_pairs_are_shuffled_by_the_seed_without_an_order(small_config: Build, tmp_path: Path):
+    run = run_of(config := small_config(tmp_path / "run"))
+    module = in_memory.PreferenceDataModule(run.datamodule.data, config, run.module.model)
+    given, found = (next(each.steps(0, 1)).micro[0].pair_index for each in (run.datamodule, module))
+    assert torch.equal(given, found)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_pinned_batch_is_the_batch_on_a_gpu(small_config: Build, tmp_path: Path):
