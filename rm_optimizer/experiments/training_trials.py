@@ -32,10 +32,10 @@ RUN = Path("work", "run")
 def require_shared(
     overrides: Sequence[str], owned: Mapping[str, str], study: str, *, but: Collection[str] = ()
 ) -> None:
-    """Refuse overrides that have several values or that the study sets itself.
+    """Refuse flags, and overrides that have several values or that the study sets itself.
 
     Args:
-        overrides: options of every trial, as name=value.
+        overrides: options of every trial, as name=value, or ~name to delete one.
         owned: options, and groups of them, that the study sets, each with the reason.
         study: name of the kind of study, for the message.
         but: options in these groups that may be set.
@@ -44,14 +44,17 @@ def require_shared(
         ConfigError: if there is such an override, with its name.
     """
     for override in overrides:
-        name, equals, value = override.lstrip("+").partition("=")
-        if not equals:
-            raise ConfigError(f"options of the runs are written name=value, got '{override}'")
+        if override.startswith("-"):
+            raise ConfigError(f"{study} takes options as name=value, got {override}; write name=value")
+        name, _, value = override.lstrip("+~").partition("=")
         for option, reason in owned.items():
             if name == option or (name.startswith(f"{option}.") and name not in but):
                 raise ConfigError(f"{study} sets {option} itself: {reason}; leave out {override}")
         if "," in value and not value.startswith(("[", "{", "'", '"')):
-            raise ConfigError(f"options of {study} are the same in every run, got {override}; give one value")
+            raise ConfigError(
+                f"options of {study} are the same in every run, got {override}; give one value, or write a list as "
+                "name=[a,b]"
+            )
 
 
 def training_trial(label: str, config: TrainConfig) -> PlannedTrial:

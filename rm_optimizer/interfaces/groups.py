@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -83,6 +84,8 @@ class RootCommands(Commands):
                     error.show()
                     sys.exit(error.exit_code)
                 text = " ".join(error.format_message().split()).rstrip(".")
+                if found := re.match(r"Invalid value for '([^']+)': .*?'([^']*)' is not one of '(.+)'", text):
+                    raise ConfigError(did_you_mean(found[1], found[2], found[3].split("', '"))) from error
                 command = error.ctx.command_path if error.ctx is not None else "rm-opt"
                 told = f"{text[:1].lower()}{text[1:]}; {command} --help lists what there is"
                 raise ConfigError(told) from error

@@ -29,7 +29,7 @@ def made_folder(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = str(error.strerror)
-    is_writable = folder.is_dir() and os.access(folder, os.W_OK)
+    is_writable = os.path.isdir(folder) and os.access(folder, os.W_OK)
     require(is_writable, "--output", "be a folder that can be written", f"'{folder}' ({reason})")
     require_no_run(folder, "--output")
     return folder

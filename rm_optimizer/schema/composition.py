@@ -229,8 +229,8 @@ GROUPS = {
 
 def read_rate(config: DictConfig) -> str:
     """Name of the model's learning rate that a composed configuration reads: LoRA factors' with an adapter."""
-    kind = OmegaConf.select(config, "adapter.kind", default=AdapterKind.none)
-    return "adamw_lr" if kind == AdapterKind.none else "lora_lr"
+    has_adapter = OmegaConf.select(config, "adapter") is not None
+    return "lora_lr" if has_adapter and config.adapter.kind != AdapterKind.none else "adamw_lr"
 
 
 def by_adapter(full: float, lora: float, *, _root_: DictConfig) -> float:

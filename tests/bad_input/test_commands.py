@@ -70,7 +70,7 @@ ROWS: list[tuple[str, str]] = [
     ("compare --optimizers adamw,moun --data pairs.jsonl", "unknown optimizer 'moun'; did you mean 'muon'?"),
     (
         "compare --optimizers adamw,adamw --data pairs.jsonl",
-        "--optimizers must name each optimizer once, got 'adamw' twice",
+        "--optimizers must name each optimizer once, got 'adamw' twice; differing seeds are --seeds",
     ),
     ("compare --optimizers adamw,prodigy --data pairs.jsonl", "prodigy estimates its own learning rate"),
     (
@@ -99,8 +99,9 @@ ROWS: list[tuple[str, str]] = [
     ),
     (
         "compare --optimizers adamw,sgd seed --data pairs.jsonl",
-        "options of the runs are written name=value, got 'seed'",
+        "a comparison of optimizers sets seed itself: tuning and final runs have different seeds; leave out seed",
     ),
+    ("compare --optimizers adamw,sgd ~adapter --data pairs.jsonl", "adapter must be given"),
     ("compare --optimizers adamw,sgd batching.batch_size=8,16 --data pairs.jsonl", "are the same in every run"),
     (
         "compare --optimizers adam,adamw adapter=lora --data pairs.jsonl",
@@ -382,6 +383,7 @@ ROWS: list[tuple[str, str]] = [
     ("score best responses.jsonl out.txt", "out.txt"),
     ("score best responses.jsonl responses.jsonl", "responses.jsonl"),
     ("score best responses.jsonl pairs.jsonl/out.jsonl", "pairs.jsonl/out.jsonl"),
+    (f"evaluate best --data pairs.jsonl --output {'a' * 300}", f"'{'a' * 300}' (File name too long)"),
     ("score best scored.jsonl out.jsonl", "reward"),
     ("score best pairs.jsonl out.jsonl", "response"),
     ("score best rows/no_response.jsonl out.jsonl", "line 2"),
@@ -396,7 +398,7 @@ ROWS: list[tuple[str, str]] = [
     ("score twins --prompt a --response b", "twins is an ensemble; add --ensemble"),
     ("score torn_twins --prompt a --response b --ensemble mean", "ensemble.json is damaged"),
     ("ensemble trian", "unknown command 'trian'; did you mean 'train'"),
-    ("ensemble join best --data pairs.jsonl --output e", "an ensemble needs at least 2 models, got 1"),
+    ("ensemble join best --data pairs.jsonl --output e", "MODELS must name at least 2 models, got 1"),
     ("ensemble join best best --data pairs.jsonl --output e", "MODELS must name each model once"),
     ("ensemble join best causal --data pairs.jsonl --output e", "head"),
     ("ensemble join best ./nowhere --data pairs.jsonl --output e", "nowhere"),
@@ -406,7 +408,14 @@ ROWS: list[tuple[str, str]] = [
     ("ensemble join best best/. --data pairs.jsonl --output e --false-positive-rate 0", "--false-positive-rate"),
     ("ensemble train --output e --seeds 1", "--seeds"),
     ("ensemble train --output e seed=1", "sets seed itself: members differ in it; leave out seed=1"),
-    ("ensemble train --output e --multirun", "options of the runs are written name=value, got '--multirun'"),
+    ("ensemble train --output e ~seed", "sets seed itself: members differ in it; leave out ~seed"),
+    ("ensemble train --output e ~adapter", "adapter must be given; set it with adapter=VALUE"),
+    (
+        "ensemble train --output e pairs.jsonl",
+        "expected option=value, got 'pairs.jsonl'; write for example data.train=",
+    ),
+    ("ensemble train --output e data.train=a,b", "give one value, or write a list as name=[a,b]"),
+    ("ensemble train --output e --multirun", "rm-opt ensemble train takes options as name=value, got --multirun;"),
     ("ensemble train --output e optimiser=adamw", "unknown option 'optimiser'; did you mean 'optimizer'"),
     ("ensemble train --output pairs.jsonl/e", "hydra.run.dir must be a folder that can be written"),
     # best of n
@@ -434,7 +443,7 @@ ROWS: list[tuple[str, str]] = [
     ("bon best out.jsonl --policy causal --prompts pairs.jsonl --top-p 2", "--top-p must lie in (0, 1]"),
     (
         "bon best out.jsonl --policy causal --prompts pairs.jsonl --backend vlm",
-        "'vlm' is not one of 'transformers', 'vllm'",
+        "unknown --backend 'vlm'; did you mean 'vllm'? Known: transformers, vllm",
     ),
     ("bon best out.jsonl --policy causal --prompts pairs.jsonl --backend vllm", "rm-optimizer[vllm]"),
     ("bon best out.jsonl --policy world --prompts pairs.jsonl", "topics"),
@@ -466,7 +475,7 @@ ROWS: list[tuple[str, str]] = [
     ("rlhf r --gold causal", "head"),
     ("rlhf r rlhf.stepz=2", "unknown option 'rlhf.stepz'; did you mean 'rlhf.steps'"),
     ("rlhf r output_dir=x", "sets output_dir itself: OUTPUT is the folder; leave out output_dir=x"),
-    ("rlhf r --step 3", "options of the runs are written name=value, got '--step'"),
+    ("rlhf r --step 3", "rm-opt rlhf takes options as name=value, got --step; write name=value"),
     ("rlhf pairs.jsonl", "hydra.run.dir must be a folder that can be written"),
     ("rlhf best", "must not be the folder of a run or a model"),
     # analyze

@@ -85,7 +85,7 @@ def test_a_saved_model_is_explained_by_the_pairs_that_are_named(checkpoint: str)
         (("--data", "train.jsonl", "--output", "o"), "--data-val or --pair"),
         (
             ("--data", "train.jsonl", "--output", "o", "--of", "margins"),
-            "'margins' is not one of 'margin', 'loss', 'eigenvector'",
+            "unknown --of 'margins'; did you mean 'margin'?",
         ),
         (("--data", "train.jsonl", "--output", "o", "--edit", "list", "--pair", "val.jsonl"), "one target at a time"),
         (("--data", "train.jsonl", "--output", "o", "--edit", "bald", "--data-val", "val.jsonl"), "--edit must be one"),

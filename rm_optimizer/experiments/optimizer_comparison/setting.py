@@ -147,7 +147,7 @@ class ComparisonOptions(JsonRecord, indent=1):
 
     def __post_init__(self) -> None:
         optimizers = self.optimizers
-        require_once("--optimizers", "optimizer", optimizers)
+        require_once("--optimizers", "optimizer", optimizers, "differing seeds are --seeds")
         names = ", ".join(optimizers)
         require(len(optimizers) > 1, "--optimizers", "name at least 2 optimizers", names or "none")
         require(self.reference in optimizers, "--reference", f"be one of --optimizers ({names})", self.reference)
@@ -190,7 +190,7 @@ def _composed(optimizer: str, overrides: tuple[str, ...]) -> TrainConfig:
     """
     from rm_optimizer.optim import OPTIMIZERS, check_compatible
 
-    shared = [override for override in overrides if not override.lstrip("+").startswith("data.")]
+    shared = [override for override in overrides if not override.lstrip("+~").startswith("data.")]
     config = typed(compose([f"optimizer={optimizer}", *shared, "output_dir=OUTPUT"]), TrainConfig)
     if config.hardware.devices * config.hardware.num_nodes > 1:
         raise ConfigError(

@@ -88,7 +88,7 @@ def freeze(options: setting.ComparisonOptions, folder: Path) -> setting.Frozen:
 
 
 def _splits(options: setting.ComparisonOptions) -> dict[str, PreferenceDataset]:
-    named = [override for override in options.overrides if override.lstrip("+").startswith("data.")]
+    named = [override for override in options.overrides if override.lstrip("+~").startswith("data.")]
     data = typed(compose([*named, "model=custom", "model.path=x", "output_dir=."]), TrainConfig).data
     train = load_pairs(options.train, data)
     if options.val is None:

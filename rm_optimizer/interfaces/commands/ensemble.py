@@ -74,6 +74,7 @@ def ensemble_join(
 ) -> None:
     """Join reward models into an ensemble. Reference pairs set their scales and the threshold of uncertainty."""
     require(0 < false_positive_rate < 1, "--false-positive-rate", "lie in (0, 1)", false_positive_rate)
+    require(len(models) > 1, "MODELS", "name at least 2 models", len(models))
     require_once("MODELS", "model", models)
     pairs = pair_options.load(sources).pairs
     _join(models, pairs, output, false_positive_rate, SavedModel(models[0], max_length=max_length))

@@ -122,6 +122,7 @@ class SizeFlags:
         from rm_optimizer.rl_coupling.readiness.measurement import ReadinessOptions, usual_samples
         from rm_optimizer.rl_coupling.readiness.probe import StoppingRule
 
+        require(0 < self.precision < 0.5, "--precision", "lie in (0, 0.5)", self.precision)
         require(self.ceiling is None or 0.5 < self.ceiling <= 1, "--ceiling", "lie in (0.5, 1]", self.ceiling)
         return ReadinessOptions(
             num_samples=self.n or usual_samples(self.algorithm),

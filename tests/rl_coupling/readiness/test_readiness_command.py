@@ -77,14 +77,14 @@ def test_questions_go_to_people_and_their_answers_come_back(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--algorithm", "gpro"), "'gpro' is not one of 'bon', 'rloo_kl', 'ppo_kl', 'grpo'"),
+        (("--algorithm", "gpro"), "unknown --algorithm 'gpro'; did you mean 'grpo'?"),
         (("--gold", "world"), "--gold is about a policy's responses; add --policy MODEL"),
         (("--ask", "q.csv"), "--ask is about a policy's responses"),
         (("--policy", "world", "--gold", "world", "--comparisons", "f"), "give one oracle: --gold MODEL, or"),
         (("--policy", "world", "--completions", "f"), "give either --policy MODEL, or --completions FILE"),
         (("--policy", "world", "--ask", "q.txt"), "--ask must end in .csv, .jsonl, .json, got 'q.txt'"),
         (("--ceiling", "0.4"), "--ceiling must lie in (0.5, 1], got 0.4"),
-        (("--precision", "0.7"), "precision of the probe must lie in (0, 0.5), got 0.7"),
+        (("--precision", "0.7"), "error: --precision must lie in (0, 0.5), got 0.7"),
         (("--policy", "world", "--comparisons", "nope.csv"), "nope.csv: no such file"),
         (("--policy", "world", "--gold", "world", "--ensemble", "nope"), "nope holds no ensemble.json"),
         ((), "--data must name labeled pairs, for"),
