@@ -6,6 +6,7 @@ Their panels keep the numbers drawn into them.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -290,13 +291,13 @@ def count_ticks(axis: Axis) -> None:
 
 
 def wrapped(caption: str) -> list[str]:
-    """Lines of text that break only between parts."""
+    """Lines of text that break between parts, and inside a part that is longer than a line."""
     lines = [""]
     for part in caption.split("; "):
         joined = f"{lines[-1]}; {part}" if lines[-1] else part
         fits = not lines[-1] or len(joined) < _CAPTION_WIDTH
         lines = [*lines[:-1], joined] if fits else [*lines[:-1], f"{lines[-1]};", part]
-    return lines
+    return [each for line in lines for each in textwrap.wrap(line, _CAPTION_WIDTH) or [""]]
 
 
 def numbers(rows: History, name: str) -> np.ndarray:

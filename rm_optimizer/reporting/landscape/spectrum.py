@@ -193,7 +193,7 @@ def spectrum_drawings(result: HessianSpectrum) -> list[Drawing]:
     found = [Drawing("spectrum", figure, f"{matrix}: eigenvalues at both ends, with error bounds", rows)]
     if (density := result.density) is not None:
         curve, steps = density_curve(density), max(map(len, density.nodes), default=0)
-        probes = f"{len(density.nodes)} probes of {steps} steps, {SPREAD}; {caption}"
+        probes = f"{len(density.nodes)} probes of {steps} steps; {SPREAD}; {caption}"
         title = f"{matrix}: spectral density"
         figure = plot_density(curve, top=density.exact, title=title, caption=probes, cross_fitted=cross_fitted(result))
         points = zip(curve.grid.tolist(), curve.density.tolist(), curve.standard_error.tolist(), strict=True)
