@@ -35,7 +35,7 @@ LIMITS: Mapping[str, int] = {
     "files": 342,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 52,
-    "import lines": 5991,
+    "import lines": 5992,
     "import lines inside functions": 394,
     "lines of code": 37641,
     "private functions with one caller": 422,
