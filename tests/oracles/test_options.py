@@ -177,7 +177,7 @@ CALLS: Mapping[str, tuple[str, str, str, Any, Mapping[str, str]]] = {
     "logger.wandb_mode": (WANDB, "mode", "online", "online", ON),
     "logger.log_model": ("rm_optimizer.training.run.log_outcome", "log_model", "false", False, {}),
     "hardware.num_threads": ("rm_optimizer.training.run.torch.set_num_threads", "0", "1", 1, {}),
-    "hardware.pass_tokens": (f"{LOADERS}.MacroBatches", "micro_token_budget", "777", 777, {}),
+    "hardware.pass_tokens": (f"{LOADERS}.BatchShape", "1", "777", 777, {}),
     "hardware.eval_pass_tokens": (f"{LOADERS}.score_pairs", "token_budget", "777", 777, {}),
     "data.streaming_store_mb": (
         STREAM,
