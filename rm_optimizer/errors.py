@@ -163,15 +163,15 @@ def did_you_mean(kind: str, got: str, known: Iterable[str]) -> str:
     return f"unknown {kind} '{got}'; {hint}Known: {', '.join(names) or 'none'}"
 
 
-def require_known(kind: str, got: str, known: Iterable[str]) -> None:
+def require_known(kind: str, got: str, known: Iterable[str], error: type[Exception] = ConfigError) -> None:
     """Refuse a name that is not among the known ones.
 
     Raises:
-        ConfigError: by the sentence of `did_you_mean`.
+        ConfigError: by the sentence of `did_you_mean`; `error` in its place, such as TypeError for an argument.
     """
     names = list(known)
     if got not in names:
-        raise ConfigError(did_you_mean(kind, got, names))
+        raise error(did_you_mean(kind, got, names))
 
 
 def needs_import(source: object, reason: str) -> NeedsImport:

@@ -23,7 +23,7 @@ ROOMS: Mapping[str, int] = {
     "interfaces": 2425,
     "experiments": 1640,
     "data_efficiency": 1656,
-    "schema": 1121,
+    "schema": 1120,
     "doctor": 898,
     "explanation": 941,
     "records": 840,
@@ -35,9 +35,9 @@ LIMITS: Mapping[str, int] = {
     "files": 342,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 52,
-    "import lines": 5992,
+    "import lines": 5991,
     "import lines inside functions": 394,
-    "lines of code": 37641,
+    "lines of code": 37640,
     "private functions with one caller": 422,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -32,7 +32,7 @@ from rm_optimizer.core.storage.model_files import TrainedOn, TrainedPairs
 from rm_optimizer.core.streaming.workers import map_chunks
 from rm_optimizer.core.tokens.cache import TruncationReport, truncation_report
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
-from rm_optimizer.errors import did_you_mean
+from rm_optimizer.errors import require_known
 from rm_optimizer.evaluation.list_rules import BestOfN, best_of_n
 from rm_optimizer.evaluation.pair_rewards import (
     DISTRIBUTIONS_FILE,
@@ -241,9 +241,9 @@ def evaluate_checkpoint(
         ConfigError: if the model cannot read `max_length` tokens.
         TypeError: if an option is unknown.
     """
-    known = EvaluationOptions.__annotations__
-    for name in options.keys() - known.keys():
-        raise TypeError(did_you_mean("argument of evaluate_checkpoint", name, ["max_length", "dtype", *known]))
+    for name in options:
+        known = ("max_length", "dtype", *EvaluationOptions.__annotations__)
+        require_known("argument of evaluate_checkpoint", name, known, TypeError)
 
     def load(dtype: str | None) -> BradleyTerryRM:
         model = BradleyTerryRM.from_pretrained(os.fspath(source), max_length=max_length, dtype=dtype)

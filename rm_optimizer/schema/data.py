@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypedDict
 
-from rm_optimizer.errors import did_you_mean, require_known
+from rm_optimizer.errors import require_known
 from rm_optimizer.schema.checks import Options, needing, require, within
 
 
@@ -309,8 +309,7 @@ def read_config(call: str, options: ReadOptions, entrance: Spelling = Spelling.p
     """
     known, values = [*ReadOptions.__annotations__], dict[str, Any](options)
     for name in values:
-        if name not in known:
-            raise TypeError(did_you_mean(f"argument of {call}", name, known))
+        require_known(f"argument of {call}", name, known, TypeError)
     for name, kind in (("kwise_rule", KwiseRule), ("on_bad_row", OnBadRow), ("over_long", OverLong)):
         if (value := values.get(name)) is not None:
             require_known(entrance.name_of(name), str(value), [*kind])

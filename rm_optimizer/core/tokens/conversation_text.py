@@ -31,7 +31,6 @@ from rm_optimizer.core.tokens.template_fields import (
     Turn,
     is_name_of_call,
     linked_in_order,
-    own_name,
     rebuilt,
     shape,
     texts_of,
@@ -326,7 +325,7 @@ def _not_read(what: str) -> ConversationRefused:
 
 def _with_mark(value: Any, column: str, path: str, mark: str) -> Any:
     """The value of a column with a mark at a path, as `Marks.value` names it."""
-    return rebuilt(value, lambda at, part: mark if at == path else part, own_name, column)
+    return rebuilt(value, lambda at, part: mark if at == path else part, path=column)
 
 
 def _make_room(found: dict[Any, Any]) -> None:

@@ -31,13 +31,15 @@ def stored_template(name: str, **words: object) -> str:
     return text
 
 
-def rebuilt(value: Any, leaf: Callable[[str, Any], Any], key: Callable[[str, str], str], path: str = "") -> Any:
+def rebuilt(
+    value: Any, leaf: Callable[[str, Any], Any], key: Callable[[str, str], str] = lambda _, name: name, path: str = ""
+) -> Any:
     """Copy of nested values, changed part by part.
 
     Args:
         value: a value of objects, lists and leaves.
         leaf: function of the path and the value of a leaf.
-        key: function of the path and the name of a part of an object.
+        key: function of the path and the name of a part of an object; the default keeps the name.
         path: path of the value.
     """
     if isinstance(value, Mapping):
@@ -46,11 +48,6 @@ def rebuilt(value: Any, leaf: Callable[[str, Any], Any], key: Callable[[str, str
     if isinstance(value, list):
         return [rebuilt(part, leaf, key, f"{path}[{i}]") for i, part in enumerate(value)]
     return leaf(path, value)
-
-
-def own_name(path: str, name: str) -> str:
-    """The name of a part as it is, for `rebuilt`."""
-    return name
 
 
 class Marks:
